@@ -1,0 +1,250 @@
+"""The cluster file: nodes, engines, NICs, model and policy as frozen, strict structs.
+
+An unknown or contradictory key stops the start and is named, with file, key, value and what is allowed
+(CASES.md, C26). Units are written in the values (`40MB/s`); the structs hold plain numbers in base units.
+`load` returns a complete object; nothing changes it afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+import tomllib
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dualpath.types import BadInputError, EngineId, KVDtype, NodeId, Role
+from dualpath.units import parse_rate, parse_seconds, parse_size, parse_tokens
+
+
+class Policy(enum.StrEnum):
+    """How requests and reads are placed (CLI.md, "Policies")."""
+
+    BASIC = "basic"
+    LAYERWISE = "layerwise"
+    PE_SCHEDULED = "pe-scheduled"
+    DUALPATH = "dualpath"
+    ORACLE = "oracle"
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ModelSection(_Strict, frozen=True):
+    path: str = "smollm2-135m"
+    """A Hugging Face directory, or the name of the bundled model."""
+    kv_dtype: KVDtype = KVDtype.FP32
+    block_tokens: int = 64
+
+
+class StoreSection(_Strict, frozen=True):
+    root: str
+    capacity: int = 4 * 10**9
+    """Bytes: a hard cap on everything under the root."""
+    segment: int = 256 * 10**6
+    """Bytes of one segment file at most; never above capacity / (4 x writers)."""
+
+
+class NodeSection(_Strict, frozen=True):
+    name: NodeId
+    role: Role
+    engines: int = 1
+    staging: int = 10**9
+    """Bytes of staging memory for requests (the paper's PE and DE buffer)."""
+    write_back: int = 64 * 10**6
+    """Bytes of staging memory that belong to write-back alone."""
+
+    @property
+    def engine_ids(self) -> list[EngineId]:
+        return [f"{self.name}.{index}" for index in range(self.engines)]
+
+
+class PrefillSection(_Strict, frozen=True):
+    kv_memory: int = 400 * 10**6
+    """Bytes of device memory for KV. It bounds the tokens of a batch: layerwise prefill keeps two layers there,
+    otherwise all of them."""
+    batch_tokens: int = 8192
+    """Most tokens (cached and new together) of one batch, whatever the memory allows."""
+    chunk_tokens: int = 2048
+    """Most new tokens of one forward pass; a prompt with more is prefilled in chunks."""
+    quota: float = 0.3
+    """Seconds: most predicted attention time of a batch (PAPER.md, "Within a PE"); needs a fitted model."""
+
+
+class DecodeSection(_Strict, frozen=True):
+    kv_memory: int = 10**9
+    """Bytes of device memory for KV."""
+    max_batch: int = 32
+    """Most requests that decode together."""
+
+
+class DeadlineSection(_Strict, frozen=True):
+    """Seconds after which a wait ends with an error. Nothing here waits for ever."""
+
+    start: float = 120.0
+    """A process comes up and has loaded its model."""
+    pending: float = 5.0
+    """A look-up waits for a block that is being written."""
+    read: float = 60.0
+    """A node reads the blocks of a request, its time in the read queue included."""
+    transfer: float = 30.0
+    """One layer's KV arrives."""
+    write_back: float = 30.0
+    """A full block finds a free write-back slot."""
+    stop: float = 2.0
+    """Processes end by themselves; afterwards they are killed."""
+
+
+class EmulateSection(_Strict, frozen=True):
+    """Finite rates (bytes/s) of links that this machine does not have. None: no limit."""
+
+    snic: float | None = None
+    cnic: float | None = None
+
+
+class ClusterConfig(_Strict, frozen=True):
+    node: tuple[NodeSection, ...]
+    store: StoreSection
+    model: ModelSection = ModelSection()
+    policy: Policy = Policy.DUALPATH
+    prefill: PrefillSection = PrefillSection()
+    decode: DecodeSection = DecodeSection()
+    deadlines: DeadlineSection = DeadlineSection()
+    emulate: EmulateSection = EmulateSection()
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.node]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"node.name {name!r} is used {names.count(name)} times, names are unique")
+            if not name or set(name) & set("./ "):
+                raise ValueError(f"node.name {name!r} must not be empty nor contain '.', '/' or spaces")
+        for role in Role:
+            if not self.nodes(role):
+                raise ValueError(f"node: no node has role {role.value!r}, at least one is needed")
+        for where, value in (
+            *((f"node {n.name}: engines", n.engines) for n in self.node),
+            ("model.block_tokens", self.model.block_tokens),
+            ("prefill.batch_tokens", self.prefill.batch_tokens),
+            ("prefill.chunk_tokens", self.prefill.chunk_tokens),
+            ("decode.max_batch", self.decode.max_batch),
+        ):
+            if value < 1:
+                raise ValueError(f"{where} is {value}, at least 1 is needed")
+        if self.prefill.chunk_tokens > self.prefill.batch_tokens:
+            raise ValueError(
+                f"prefill.chunk_tokens is {self.prefill.chunk_tokens}, more than "
+                f"prefill.batch_tokens ({self.prefill.batch_tokens})"
+            )
+        for name in DeadlineSection.__struct_fields__:
+            if getattr(self.deadlines, name) <= 0:
+                raise ValueError(f"deadlines.{name} is {getattr(self.deadlines, name)} s, it must be above 0")
+
+    def nodes(self, role: Role) -> list[NodeSection]:
+        return [node for node in self.node if node.role is role]
+
+    def engines(self, role: Role) -> list[EngineId]:
+        return [engine for node in self.nodes(role) for engine in node.engine_ids]
+
+    def section(self, name: NodeId) -> NodeSection:
+        return next(node for node in self.node if node.name == name)
+
+
+_UNITS: Mapping[str, Callable[[str], float]] = {
+    "store.capacity": parse_size,
+    "store.segment": parse_size,
+    "node.staging": parse_size,
+    "node.write_back": parse_size,
+    "prefill.kv_memory": parse_size,
+    "prefill.batch_tokens": parse_tokens,
+    "prefill.chunk_tokens": parse_tokens,
+    "prefill.quota": parse_seconds,
+    "decode.kv_memory": parse_size,
+    "emulate.snic": parse_rate,
+    "emulate.cnic": parse_rate,
+    **{f"deadlines.{name}": parse_seconds for name in DeadlineSection.__struct_fields__},
+}
+
+
+def load(path: Path) -> ClusterConfig:
+    """Reads a cluster file. Raises BadInputError: one line with file, key, value and what is allowed."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path}: cannot be read: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "cluster file") -> ClusterConfig:
+    """Parses the text of a cluster file; `name` is what errors call it."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadInputError(f"{name}: not TOML: {error}") from None
+    try:
+        return _section(data, ClusterConfig, "")
+    except BadInputError as error:
+        raise BadInputError(f"{name}: {error}") from None
+
+
+T = typing.TypeVar("T")
+
+
+def _section(data: Any, kind: type[T], where: str) -> T:
+    """`data` as the struct `kind`, checked key by key so that an error can name the key."""
+    if not isinstance(data, dict):
+        raise BadInputError(f"{where or 'the file'} is {data!r}, a table is needed")
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, raw in data.items():
+        path = f"{where}.{key}" if where else key
+        if key not in hints:
+            raise BadInputError(f"{path} = {raw!r}: unknown key, allowed are {', '.join(sorted(hints))}")
+        values[key] = _value(raw, hints[key], path)
+    for field in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+        if field.required and field.name not in values:
+            raise BadInputError(f"{where}.{field.name}".lstrip(".") + ": missing, it has no default")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise BadInputError(f"{where}: {error}".removeprefix(": ")) from None
+
+
+def _value(raw: Any, hint: Any, path: str) -> Any:
+    if isinstance(hint, type) and issubclass(hint, _Strict):
+        return _section(raw, hint, path)
+    if hint == tuple[NodeSection, ...]:
+        if not isinstance(raw, list):
+            raise BadInputError(f"{path} = {raw!r}: write each node as a [[node]] table")
+        return tuple(_section(item, NodeSection, path) for item in raw)
+    if path in _UNITS:
+        if not isinstance(raw, str):
+            if path.endswith("_tokens") and isinstance(raw, int) and not isinstance(raw, bool):
+                return raw
+            raise BadInputError(f"{path} = {raw!r}: write a string with its unit, such as {_EXAMPLE[_UNITS[path]]}")
+        try:
+            return _UNITS[path](raw)
+        except BadInputError as error:
+            raise BadInputError(f"{path} = {error}") from None
+    try:
+        return msgspec.convert(raw, hint, strict=True)
+    except msgspec.ValidationError:
+        raise BadInputError(f"{path} = {raw!r}: {_allowed(hint)}") from None
+
+
+_EXAMPLE: Mapping[Any, str] = {
+    parse_size: '"80GB"',
+    parse_rate: '"400Gbps" or "40MB/s"',
+    parse_tokens: '"64K"',
+    parse_seconds: '"300ms"',
+}
+
+
+def _allowed(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return f"allowed are {', '.join(str(member.value) for member in hint)}"
+    return f"{getattr(hint, '__name__', hint)} is needed"
