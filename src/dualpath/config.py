@@ -16,18 +16,9 @@ from typing import Any
 
 import msgspec
 
-from dualpath.types import BadInputError, EngineId, KVDtype, NodeId, Role
+from dualpath.layout import KVLayout
+from dualpath.types import BadInputError, EngineId, KVDtype, NodeId, Policy, Role
 from dualpath.units import parse_rate, parse_seconds, parse_size, parse_tokens
-
-
-class Policy(enum.StrEnum):
-    """How requests and reads are placed (CLI.md, "Policies")."""
-
-    BASIC = "basic"
-    LAYERWISE = "layerwise"
-    PE_SCHEDULED = "pe-scheduled"
-    DUALPATH = "dualpath"
-    ORACLE = "oracle"
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -73,6 +64,10 @@ class PrefillSection(_Strict, frozen=True):
     """Most new tokens of one forward pass; a prompt with more is prefilled in chunks."""
     quota: float = 0.3
     """Seconds: most predicted attention time of a batch (PAPER.md, "Within a PE"); needs a fitted model."""
+
+    def pool_tokens(self, layout: KVLayout, layers_in_flight: int) -> int:
+        """Tokens (cached and new together) that fit the device memory when it keeps `layers_in_flight` layers."""
+        return min(self.batch_tokens, self.kv_memory // (layers_in_flight * layout.token_bytes))
 
 
 class DecodeSection(_Strict, frozen=True):

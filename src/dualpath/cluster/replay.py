@@ -1,0 +1,112 @@
+"""Replaying trajectories on a fresh cluster, and the summary of what happened."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from dualpath.cluster.cluster import Cluster
+from dualpath.cluster.messages import Counters
+from dualpath.config import ClusterConfig
+from dualpath.metrics.bottleneck import ResourceKind, Usage, bottleneck
+from dualpath.metrics.schema import Cost, NodeSample, RequestRecord, RunSummary
+from dualpath.metrics.summary import summarize
+from dualpath.paths import LinkKind, link_id
+from dualpath.transfer.links import LinkCount
+from dualpath.types import LinkId, Request, Role, Trajectory
+from dualpath.workload.agents import AgentRun, run_agents
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Where a replay stands: what runs now, and how many of its requests are through."""
+
+    stage: str
+    done: int
+    total: int
+
+
+Report = Callable[[Progress], None]
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """What a replay gave: the summary, the record of each request, each agent's replies, and the bytes and busy
+    seconds of each link."""
+
+    summary: RunSummary
+    records: tuple[RequestRecord, ...]
+    agents: tuple[AgentRun, ...]
+    links: dict[LinkId, LinkCount]
+
+
+async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], report: Report, stage: str = "") -> Replay:
+    """Replays `trajectories` on a fresh cluster of `config`, and waits until it has written everything back."""
+    stage = stage or config.policy.value
+    total = sum(len(trajectory.turns) for trajectory in trajectories)
+    records: list[RequestRecord] = []
+    done = itertools.count(1)
+    report(Progress(f"{stage}: starting", 0, total))
+    async with Cluster.start(config, records.append) as cluster, cluster.metered() as meter:
+
+        async def submit(request: Request) -> Sequence[int]:
+            answer = await cluster.submit(request).answer()
+            report(Progress(stage, next(done), total))
+            return answer
+
+        report(Progress(stage, 0, total))
+        started = time.monotonic()
+        agents = await run_agents(trajectories, submit, itertools.count())
+        wall_s = time.monotonic() - started
+        await cluster.drain()
+        counters, links = await cluster.counters(), cluster.link_counts()
+        summary = summarize(
+            config.policy,
+            records,
+            node_samples(config, links, counters),
+            [agent.seconds for agent in agents],
+            bottleneck(_usages(config, links, counters), wall_s),
+            Cost(wall_s, meter.cpu_s(), meter.peak_bytes, cluster.controller.events),
+        )
+    return Replay(summary, tuple(records), tuple(agents), links)
+
+
+def node_samples(
+    config: ClusterConfig, links: Mapping[LinkId, LinkCount], counters: Mapping[str, Counters]
+) -> list[NodeSample]:
+    """What each node carried, from the counters of its links and engines."""
+    samples = []
+    for node in config.node:
+        engines = node.engine_ids
+        own = {kind: links[link_id(engines[0], kind)] for kind in LinkKind if not kind.of_engine}
+        samples.append(
+            NodeSample(
+                node.name,
+                node.role,
+                snic_read_bytes=own[LinkKind.SNIC_READ].nbytes,
+                snic_write_bytes=own[LinkKind.SNIC_WRITE].nbytes,
+                # The two directions run side by side: the busier one says how busy the NIC was.
+                snic_busy_s=max(own[LinkKind.SNIC_READ].busy_s, own[LinkKind.SNIC_WRITE].busy_s),
+                cnic_read_bytes=sum(links[link_id(e, LinkKind.CNIC_READ)].nbytes for e in engines),
+                cnic_write_bytes=sum(links[link_id(e, LinkKind.CNIC_WRITE)].nbytes for e in engines),
+                dram_bytes=own[LinkKind.DRAM].nbytes,
+                engine_busy_s=sum(counters[engine].busy_s for engine in engines),
+            )
+        )
+    return samples
+
+
+def _usages(config: ClusterConfig, links: Mapping[LinkId, LinkCount], counters: Mapping[str, Counters]) -> list[Usage]:
+    usages = []
+    for node in config.node:
+        prefill = node.role is Role.PREFILL
+        computing = ResourceKind.PREFILL_COMPUTE if prefill else ResourceKind.DECODE_COMPUTE
+        for engine in node.engine_ids:
+            usages.append(Usage(computing, engine, counters[engine].busy_s))
+            for kind in LinkKind:
+                if kind is not LinkKind.DRAM:
+                    what = ResourceKind.COMPUTE_NIC if kind.of_engine else ResourceKind.STORAGE_NIC
+                    name = engine if kind.of_engine else node.name
+                    usages.append(Usage(what, name, links[link_id(engine, kind)].busy_s))
+    return usages

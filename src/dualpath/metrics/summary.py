@@ -1,0 +1,112 @@
+"""From samples to the summary of a run. Pure arithmetic: the runtime and the simulator both end here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from dualpath.metrics.schema import Cost, NodeSample, RequestRecord, RunSummary, Shares, Sources, Spread
+from dualpath.types import Policy, Role
+
+
+def summarize(
+    policy: Policy,
+    records: Sequence[RequestRecord],
+    nodes: Sequence[NodeSample],
+    agent_seconds: Sequence[float],
+    bottleneck: str,
+    cost: Cost,
+    seed: int = 0,
+) -> RunSummary:
+    """The summary of one offline run. `agent_seconds`: for each agent, from the start until its last token."""
+    done = [record for record in records if not record.error and not record.cancelled]
+    firsts = [record for record in done if record.first_token is not None]
+    return RunSummary(
+        policy=policy,
+        nodes=shape(nodes),
+        agents=len(agent_seconds),
+        requests=len(records),
+        seed=seed,
+        jct_s=max(agent_seconds, default=0.0),
+        agent_s=spread(agent_seconds),
+        ttft_s=spread(r.first_token - r.arrival for r in firsts if r.first_token is not None),
+        ttst_s=spread(
+            r.second_token - r.first_token for r in firsts if r.second_token is not None and r.first_token is not None
+        ),
+        tpot_s=spread(
+            (r.end - r.first_token) / (len(r.output) - 1)
+            for r in firsts
+            if r.end is not None and r.first_token is not None and len(r.output) > 1
+        ),
+        ttft_share=ttft_shares(firsts),
+        prompt_tokens=sum(r.prompt_tokens for r in done),
+        output_tokens=sum(len(r.output) for r in done),
+        tokens_by_source=Sources(
+            device=0,
+            dram=0,
+            pe_read=sum(r.pe_read for r in done),
+            de_read=sum(r.de_read for r in done),
+            computed=sum(r.computed for r in done),
+        ),
+        node=tuple(nodes),
+        snic_max_over_avg=max_over_avg([node.snic_write_bytes for node in nodes]),
+        attention_max_over_avg=max_over_avg([n.engine_busy_s for n in nodes if n.role is Role.PREFILL]),
+        failed=sum(1 for r in records if r.error),
+        retried=0,
+        preempted=0,
+        recomputed_blocks=sum(r.recomputed_blocks for r in records),
+        bottleneck=bottleneck,
+        tokens_sha256=tokens_digest(done),
+        **msgspec.structs.asdict(cost),
+    )
+
+
+def shape(nodes: Iterable[NodeSample]) -> str:
+    """`1P1D`."""
+    roles = [node.role for node in nodes]
+    return f"{roles.count(Role.PREFILL)}P{roles.count(Role.DECODE)}D"
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Mean and percentiles (linear interpolation)."""
+    array = np.fromiter(values, dtype=float)
+    if not array.size:
+        return Spread(0.0, 0.0, 0.0, 0.0)
+    p50, p90, p99 = np.percentile(array, (50, 90, 99))
+    return Spread(float(array.mean()), float(p50), float(p90), float(p99))
+
+
+def max_over_avg(values: Sequence[float]) -> float:
+    """1.0 is perfect balance; 0.0 when nothing was carried at all."""
+    total = sum(values)
+    return max(values) * len(values) / total if total else 0.0
+
+
+def request_shares(record: RequestRecord) -> Shares:
+    """The time to the first token of one request, cut at: arrival, assigned, granted, last read verified, first token
+    sent. Sums to 1."""
+    cuts = (record.arrival, record.assigned, record.granted, record.read, record.first_token)
+    times = [cut for cut in cuts if cut is not None]
+    total = times[-1] - times[0]
+    if len(times) != len(cuts) or total <= 0:
+        return Shares(0.0, 0.0, 0.0, 0.0)
+    return Shares(*((after - before) / total for before, after in itertools.pairwise(times)))
+
+
+def ttft_shares(records: Sequence[RequestRecord]) -> Shares:
+    """Mean over requests of each one's shares."""
+    rows = [msgspec.structs.astuple(request_shares(record)) for record in records]
+    if not rows:
+        return Shares(0.0, 0.0, 0.0, 0.0)
+    return Shares(*(float(value) for value in np.mean(rows, axis=0)))
+
+
+def tokens_digest(records: Iterable[RequestRecord]) -> str:
+    """SHA-256 over all generated tokens, by session and then by the length of the prompt: the same for two runs that
+    gave the same answers, in whatever order they ran."""
+    ordered = sorted(records, key=lambda r: (r.session, r.prompt_tokens))
+    return hashlib.sha256(msgspec.json.encode([[r.session, r.output] for r in ordered])).hexdigest()

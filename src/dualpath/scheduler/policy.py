@@ -1,0 +1,45 @@
+"""The policies, as compositions of the same parts."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from dualpath.types import Policy
+
+
+class PlacementRule(enum.StrEnum):
+    ROUND_ROBIN = "round_robin"
+    LEAST_TOKENS = "least_tokens"
+
+
+class ReadRule(enum.StrEnum):
+    PE_ONLY = "pe_only"
+    """Every hit block is read by the prefill node."""
+    SHORTER_QUEUE = "shorter_queue"
+    """All hit blocks of a request are read by the node with the shorter read queue (PAPER.md, "Read side")."""
+
+
+class PolicyRules(msgspec.Struct, frozen=True):
+    """`layerwise`: prefill engines keep two layers of KV, not all of them."""
+
+    layerwise: bool
+    placement: PlacementRule
+    read: ReadRule
+
+
+_DUALPATH = PolicyRules(layerwise=True, placement=PlacementRule.LEAST_TOKENS, read=ReadRule.SHORTER_QUEUE)
+
+POLICIES: Mapping[Policy, PolicyRules] = MappingProxyType(
+    {
+        Policy.BASIC: PolicyRules(False, PlacementRule.ROUND_ROBIN, ReadRule.PE_ONLY),
+        Policy.LAYERWISE: PolicyRules(True, PlacementRule.ROUND_ROBIN, ReadRule.PE_ONLY),
+        Policy.PE_SCHEDULED: PolicyRules(True, PlacementRule.LEAST_TOKENS, ReadRule.PE_ONLY),
+        Policy.DUALPATH: _DUALPATH,
+        # The oracle decides like dualpath; what it lacks is the waiting, which its caller takes away.
+        Policy.ORACLE: _DUALPATH,
+    }
+)
