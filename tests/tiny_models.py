@@ -40,8 +40,10 @@ def write_tiny_model(
     """Makes `directory` a Hugging Face directory of a random fp32 model (`config`: further keys of config.json) and
     returns it.
 
-    The same arguments give the same bytes. Weights are large enough that attention matters and that greedy tokens
-    vary and depend on the whole prompt; the tokenizer has one token for each byte, and `<|end|>`."""
+    The same arguments give the same bytes. Weights are large enough that greedy tokens vary and depend on the whole
+    prompt, and small enough that the order of sums does not change them: the median margin of an argmax is 1e5 times
+    what another batch composition changes with fp32 KV, 1e3 times with 16 bit. The tokenizer has one token for each
+    byte, and `<|end|>`."""
     directory.mkdir(parents=True, exist_ok=True)
     hidden = 64
     data = {
@@ -72,15 +74,14 @@ def write_tiny_model(
 
 
 def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    # Q and K are large, so that attention looks at single tokens and not at the mean of all.
     if "q_norm" in name or "k_norm" in name:
-        values = rng.uniform(1.0, 2.0, shape)
+        values = rng.uniform(1.0, 1.8, shape)
     elif "norm" in name:
         values = rng.uniform(0.5, 1.5, shape)
     elif "embed" in name:
         values = rng.normal(0, 1, shape)
     else:
-        gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.5
+        gain = 1.2 if "q_proj" in name or "k_proj" in name else 1.5
         values = rng.normal(0, gain / np.sqrt(shape[-1]), shape)
     return values.astype(np.float32)
 
