@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from dualpath.cluster.handover import end_with, receive
 from dualpath.cluster.messages import Command, EngineBoot, Failed, Link, NodeBoot, Report, Stop
-from dualpath.types import BadInputError, DualPathError
+from dualpath.types import BadInputError, DualPathError, Event
 
 
 class Line:
@@ -35,10 +35,10 @@ class Line:
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, link.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, link.secret)
         self._socket.connect(link.endpoint)
-        self._outbox: asyncio.Queue[Report] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Report | Event] = asyncio.Queue()
         self._sender = asyncio.create_task(self._send())
 
-    def report(self, message: Report) -> None:
+    def report(self, message: Report | Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 

@@ -21,8 +21,9 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from dualpath.cluster.controller import Controller, Handle
+from dualpath.cluster.controller import Controller
 from dualpath.cluster.launch import Child
+from dualpath.cluster.live import Handle
 from dualpath.cluster.messages import (
     Command,
     Counters,
@@ -41,7 +42,6 @@ from dualpath.cluster.topology import link_rates, read_links, write_links
 from dualpath.config import ClusterConfig
 from dualpath.metrics.schema import RequestRecord
 from dualpath.node.staging import staging_slots
-from dualpath.scheduler.policy import POLICIES
 from dualpath.store.root import StoreRoot
 from dualpath.transfer.links import LinkCount, LinkTable
 from dualpath.types import BadInputError, DualPathError, EngineId, LinkId, NodeId, Request, RequestId, Role
@@ -126,7 +126,7 @@ class Cluster:
         while not self.controller.idle:
             self._idle.clear()
             idle = asyncio.ensure_future(self._idle.wait())
-            await asyncio.wait({idle, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            await _first(idle, self._broken)
             idle.cancel()
             if self._broken.done():
                 self._broken.result()
@@ -206,14 +206,12 @@ class Cluster:
         """A decode engine sees its own node's staging memory, a prefill engine that of each decode node as well."""
         decode = [section.name for section in self.config.nodes(Role.DECODE)] if role is Role.PREFILL else []
         seen = [node, *decode]
-        layers = 2 if POLICIES[self.config.policy].layerwise else self.model.layout.n_layer
         boot = EngineBoot(
             engine,
             role,
             self.config,
             self.model.layout,
             str(self.model.directory),
-            layers,
             self._rates,
             {name: staging[name][0] for name in seen},
             self._credentials(endpoint),
@@ -301,7 +299,7 @@ class Cluster:
 
     async def _in_time(self, work: asyncio.Future[T], deadline_s: float) -> T:
         """The result of `work`. Raises what broke the cluster meanwhile, or ClusterError past the deadline."""
-        await asyncio.wait({work, self._broken}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        await _first(work, self._broken, timeout=deadline_s)
         if self._broken.done():
             work.cancel()
             self._broken.result()
@@ -323,3 +321,8 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._authenticator.stop()
         self._context.destroy(linger=0)
+
+
+async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Waits until one of `futures` is done, or for `timeout` seconds; none is cancelled."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -16,12 +16,10 @@ Released): only then is the slot given back, also when the request was cancelled
 
 from __future__ import annotations
 
-import asyncio
-import enum
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
+from dualpath.cluster.live import Handle, Live, Phase
 from dualpath.cluster.messages import (
     CancelRead,
     CancelRequest,
@@ -56,12 +54,9 @@ from dualpath.types import (
     BlockWritten,
     DecodeJob,
     DualPathError,
-    EngineId,
-    NodeId,
     Prefilled,
     PrefillEnded,
     PrefillJob,
-    ReadPlan,
     Released,
     Request,
     RequestId,
@@ -69,93 +64,6 @@ from dualpath.types import (
     SlotRef,
     TokensOut,
 )
-
-
-class RequestFailedError(DualPathError):
-    """A request ended without its answer."""
-
-
-class Phase(enum.Enum):
-    LOOKUP = enum.auto()
-    QUEUED = enum.auto()
-    ASSIGNED = enum.auto()
-    READING = enum.auto()
-    PREFILL = enum.auto()
-    DECODE = enum.auto()
-
-
-class Handle:
-    """The client's end of a request: its tokens as they come, and how it ended."""
-
-    def __init__(self, request: RequestId) -> None:
-        self.request = request
-        self._queue: asyncio.Queue[int | None] = asyncio.Queue()
-        self._answer: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
-
-    async def tokens(self) -> AsyncIterator[int]:
-        """Yields each token; ends with the request. Raises RequestFailedError when it failed."""
-        while (token := await self._queue.get()) is not None:
-            yield token
-        await self.answer()
-
-    async def answer(self) -> tuple[int, ...]:
-        """All tokens, once the last is there. Raises RequestFailedError when the request failed or was cancelled."""
-        return await asyncio.shield(self._answer)
-
-    def push(self, tokens: tuple[int, ...]) -> None:
-        for token in tokens:
-            self._queue.put_nowait(token)
-
-    def finish(self, output: tuple[int, ...], error: str = "") -> None:
-        if self._answer.done():
-            return
-        self._queue.put_nowait(None)
-        if error:
-            self._answer.set_exception(RequestFailedError(f"request {self.request}: {error}"))
-            self._answer.exception()  # whoever does not wait for the answer is not warned about it
-        else:
-            self._answer.set_result(output)
-
-
-@dataclass(slots=True)
-class _Live:
-    """One request in the controller. Times are those of RequestRecord."""
-
-    request: Request
-    handle: Handle
-    keys: list[BlockKey]
-    arrival: float
-    phase: Phase = Phase.LOOKUP
-    pe: EngineLoad | None = None
-    pe_engine: EngineId = ""
-    de: EngineLoad | None = None
-    plan: ReadPlan = field(default_factory=ReadPlan)
-    hit: int = 0
-    leased: int = 0
-    reading: dict[NodeId, int] = field(default_factory=dict)
-    bad: list[BlockKey] = field(default_factory=list)
-    pe_slots: list[int] = field(default_factory=list)
-    de_slots: list[int] = field(default_factory=list)
-    output: list[int] = field(default_factory=list)
-    chunks: tuple[int, ...] = ()
-    persisted: int = 0
-    recomputed: int = 0
-    assigned: float | None = None
-    granted: float | None = None
-    read: float | None = None
-    first: float | None = None
-    second: float | None = None
-    end: float | None = None
-    error: str = ""
-    cancelled: bool = False
-
-    @property
-    def id(self) -> RequestId:
-        return self.request.id
-
-    @property
-    def over(self) -> bool:
-        return self.cancelled or bool(self.error)
 
 
 class Controller:
@@ -189,10 +97,10 @@ class Controller:
         self._prefill = self._loads(Role.PREFILL, 0)
         self._decode = self._loads(Role.DECODE, self._device_tokens)
         self._queues = ReadQueues({node.name: 0 for node in config.node})
-        self._live: dict[RequestId, _Live] = {}
+        self._live: dict[RequestId, Live] = {}
         self._lookups: dict[RequestId, float] = {}
-        self._queue: deque[_Live] = deque()
-        self._assigned: deque[_Live] = deque()
+        self._queue: deque[Live] = deque()
+        self._assigned: deque[Live] = deque()
         self._prefill_turn = self._decode_turn = 0
         self.events = 0
 
@@ -209,7 +117,7 @@ class Controller:
         if request.id in self._live:
             raise DualPathError(f"request id {request.id} is in use")
         root = root_key(request.salt)
-        live = _Live(
+        live = Live(
             request,
             Handle(request.id),
             extend_keys(root, request.prompt, self._layout.block_tokens),
@@ -301,10 +209,10 @@ class Controller:
             live.phase = Phase.QUEUED
             self._queue.append(live)
 
-    def _reusable(self, live: _Live) -> list[BlockKey]:
+    def _reusable(self, live: Live) -> list[BlockKey]:
         return live.keys[: self._layout.reusable_blocks(len(live.request.prompt))]
 
-    def _queued(self, live: _Live) -> Queued:
+    def _queued(self, live: Live) -> Queued:
         need = len(live.request.prompt) + live.request.max_tokens
         return Queued(live.id, len(live.request.prompt), self._layout.blocks(need) * self._layout.block_tokens)
 
@@ -318,7 +226,7 @@ class Controller:
             self._assigned.append(live)
             self._prefill_turn += 1
 
-    def _grant(self, live: _Live, now: float) -> bool:
+    def _grant(self, live: Live, now: float) -> bool:
         """All that `live` needs, or nothing: device blocks, staging slots on both nodes, leases. True: reading."""
         assert live.pe is not None
         item = self._queued(live)
@@ -358,7 +266,7 @@ class Controller:
 
     # --- Reading ----------------------------------------------------------------------------------------------
 
-    def _hit_slots(self, live: _Live) -> list[SlotRef]:
+    def _hit_slots(self, live: Live) -> list[SlotRef]:
         """Where each hit block lies, or will: PE-homed ones in the request's own slots of the prefill node, DE-homed
         ones in the very slot of the decode node where the prompt's KV is completed."""
         assert live.pe is not None
@@ -369,7 +277,7 @@ class Controller:
             for block, node in enumerate(live.plan.homes())
         ]
 
-    def _start_reading(self, live: _Live) -> None:
+    def _start_reading(self, live: Live) -> None:
         locations = self._catalog.locations(live.keys[: live.hit])
         reads: dict[str, list[BlockRead]] = {}
         for key, location, ref in zip(live.keys, locations, self._hit_slots(live), strict=False):
@@ -382,7 +290,7 @@ class Controller:
         if not reads:
             self._reads_done(live)
 
-    def _on_blocks_read(self, live: _Live, event: BlocksRead) -> None:
+    def _on_blocks_read(self, live: Live, event: BlocksRead) -> None:
         self._queues.done(event.node, live.reading.pop(event.node))
         for key, reason in event.bad:
             # This block and all after it are computed again; one that was read and cannot be trusted is never read
@@ -393,7 +301,7 @@ class Controller:
         if not live.reading:
             self._reads_done(live)
 
-    def _reads_done(self, live: _Live) -> None:
+    def _reads_done(self, live: Live) -> None:
         live.read = self._clock()
         self._end_leases(live)
         for key in live.bad:
@@ -415,13 +323,13 @@ class Controller:
         )
         self._send(live.pe.engine, Prefill(job))
 
-    def _end_leases(self, live: _Live) -> None:
+    def _end_leases(self, live: Live) -> None:
         self._catalog.release(live.keys[: live.leased])
         live.leased = 0
 
     # --- Prefill and decode -------------------------------------------------------------------------------------
 
-    def _on_prefilled(self, live: _Live, event: Prefilled) -> None:
+    def _on_prefilled(self, live: Live, event: Prefilled) -> None:
         live.chunks = event.chunks
         self._free_prefill(live)
         if live.over:
@@ -447,7 +355,7 @@ class Controller:
         if live.request.max_tokens == 1 or event.first_token in live.request.stop_tokens:
             self._finish(live)
 
-    def _on_prefill_ended(self, live: _Live, event: PrefillEnded) -> None:
+    def _on_prefill_ended(self, live: Live, event: PrefillEnded) -> None:
         live.chunks = event.chunks
         self._free_prefill(live)
         if event.error and not live.over:
@@ -455,31 +363,31 @@ class Controller:
             live.handle.finish((), event.error)
         self._forget(live)
 
-    def _on_tokens(self, live: _Live, event: TokensOut) -> None:
+    def _on_tokens(self, live: Live, event: TokensOut) -> None:
         if live.over:
             return
         self._give_tokens(live, event.tokens)
         if event.finished:
             self._finish(live)
 
-    def _give_tokens(self, live: _Live, tokens: tuple[int, ...]) -> None:
+    def _give_tokens(self, live: Live, tokens: tuple[int, ...]) -> None:
         live.output.extend(tokens)
         live.handle.push(tokens)
         if live.second is None and len(live.output) > 1:
             live.second = self._clock()
 
-    def _finish(self, live: _Live) -> None:
+    def _finish(self, live: Live) -> None:
         live.end = self._clock()
         live.handle.finish(tuple(live.output))
 
-    def _on_admitted(self, live: _Live) -> None:
+    def _on_admitted(self, live: Live) -> None:
         assert live.de is not None
         self._slots[live.de.node].give_back(live.de_slots)
         live.de_slots = []
 
     # --- Write-back ---------------------------------------------------------------------------------------------
 
-    def _on_block_full(self, live: _Live, event: BlockFull) -> None:
+    def _on_block_full(self, live: Live, event: BlockFull) -> None:
         assert live.de is not None
         size = self._layout.block_tokens
         if event.block >= len(live.keys):
@@ -494,7 +402,7 @@ class Controller:
         for answer in self._write_back.answers(now):
             self._send(answer.engine, WriteBack(answer.request, answer.block, answer.slot))
 
-    def _on_block_staged(self, live: _Live, event: BlockStaged) -> None:
+    def _on_block_staged(self, live: Live, event: BlockStaged) -> None:
         live.persisted += 1
         write: BlockWrite = self._write_back.staged(live.id, event.block)
         assert live.de is not None
@@ -531,7 +439,7 @@ class Controller:
                     self._forget(live)
         self.advance()
 
-    def _abort(self, live: _Live) -> None:
+    def _abort(self, live: Live) -> None:
         """Tells whoever works on `live` to stop. Their answer, not this call, gives the slots back."""
         match live.phase:
             case Phase.LOOKUP | Phase.QUEUED | Phase.ASSIGNED:
@@ -546,7 +454,7 @@ class Controller:
                 assert live.de is not None
                 self._send(live.de.engine, CancelRequest(live.id))
 
-    def _free_prefill(self, live: _Live) -> None:
+    def _free_prefill(self, live: Live) -> None:
         """The prefill engine is through with `live`."""
         if live.pe is not None:
             self._slots[live.pe.node].give_back(live.pe_slots)
@@ -555,9 +463,9 @@ class Controller:
             live.pe.tok -= len(live.request.prompt)
             live.pe = None
 
-    def _forget(self, live: _Live) -> None:
+    def _forget(self, live: Live) -> None:
         """Gives back whatever `live` still holds, and records it."""
-        record = self._record(live)
+        record = live.record(self._layout.block_tokens)
         del self._live[live.id]
         self._lookups.pop(live.id, None)
         if live in self._queue:
@@ -573,32 +481,3 @@ class Controller:
             self._leave(live.de, self._queued(live))
         self._write_back.released(live.id)
         self._on_record(record)
-
-    def _record(self, live: _Live) -> RequestRecord:
-        size = self._layout.block_tokens
-        homes = live.plan.homes()[: live.hit]
-        prompt = len(live.request.prompt)
-        at_de = sum(1 for node in homes if live.de is not None and node == live.de.node)
-        return RequestRecord(
-            live.id,
-            live.request.session,
-            prompt,
-            tuple(live.output),
-            prefill_engine=live.pe_engine,
-            decode_engine=live.de.engine if live.de else "",
-            pe_read=(len(homes) - at_de) * size,
-            de_read=at_de * size,
-            computed=prompt - len(homes) * size,
-            chunks=live.chunks,
-            persisted_blocks=live.persisted,
-            recomputed_blocks=live.recomputed,
-            arrival=live.arrival,
-            assigned=live.assigned,
-            granted=live.granted,
-            read=live.read,
-            first_token=live.first,
-            second_token=live.second,
-            end=live.end,
-            error=live.error,
-            cancelled=live.cancelled,
-        )

@@ -155,7 +155,6 @@ class EngineBoot(msgspec.Struct, frozen=True, tag=True):
     layout: KVLayout
     model: str
     """Directory of the model."""
-    layers_in_flight: int
     rates: dict[LinkId, float | None]
     staging: dict[NodeId, int]
     link: Link
