@@ -76,6 +76,26 @@ def test_controller_and_nodes_run_without_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+CORE_MODULES = ["types", "units", "layout", "config", "paths", "scheduler.place", "scheduler.pack"]
+CORE_MODULES += ["scheduler.read_plan", "store.root", "store.verify", "workload.agents", "workload.coding"]
+CORE_MODULES += ["metrics.summary", "cli"]
+
+
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_the_core_runs_with_nothing_of_the_extras_installed(module: str) -> None:
+    blocked = "torch", "safetensors", "tokenizers", "gguf", "transformers"
+    code = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {blocked!r}:\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        f"import dualpath.{module}\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_file_is_much_over_500_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 520

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
@@ -20,14 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dualpath import __version__
-from dualpath.cluster.model import BUNDLED
-from dualpath.cluster.replay import Progress as Stage
-from dualpath.cluster.replay import Report
-from dualpath.demo import DemoOptions, DemoResult, run_demo
+from dualpath.config import BUNDLED_MODEL
 from dualpath.metrics.schema import RunSummary
 from dualpath.store.verify import stat, verify
 from dualpath.types import BadInputError, DualPathError, Policy
 from dualpath.units import format_size, parse_rate
+
+if TYPE_CHECKING:
+    from dualpath.cluster.replay import Progress as Stage
+    from dualpath.cluster.replay import Report
+    from dualpath.demo import DemoResult
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="KV-Cache of agents over every node's storage NIC.")
 store_app = typer.Typer(no_args_is_help=True, help="Looks at and checks a store.")
@@ -51,7 +53,7 @@ def demo(
     append: Annotated[int, typer.Option(help="Tokens that a turn appends.")] = 32,
     generate: Annotated[int, typer.Option(help="Tokens that a turn generates.")] = 4,
     snic: Annotated[str, typer.Option(help="Rate of each emulated storage NIC.")] = "40MB/s",
-    model: Annotated[str, typer.Option(help="A Hugging Face directory, or the bundled model.")] = BUNDLED,
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, or the bundled model.")] = BUNDLED_MODEL,
     store: Annotated[
         Path | None, typer.Option(help="Keep the store after the warm-up turn here, or take it from here.")
     ] = None,
@@ -65,6 +67,10 @@ def demo(
         rate = parse_rate(snic)
     except BadInputError as error:
         raise BadInputError(f"--snic {error}") from None
+    try:  # here, so that the other commands work where only the core is installed
+        from dualpath.demo import DemoOptions, run_demo
+    except ModuleNotFoundError as error:
+        raise BadInputError(f"the demo needs the package {error.name}: pip install 'dualpath[demo]'") from None
     options = DemoOptions(_policies(modes), agents, turns, append, generate, rate, model, store)
     with _progress() as report:
         result = asyncio.run(run_demo(options, report))

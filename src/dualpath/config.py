@@ -25,8 +25,12 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pass
 
 
+BUNDLED_MODEL = "smollm2-135m"
+"""Name of the bundled model, where a path is asked for; it is fetched and converted on first use."""
+
+
 class ModelSection(_Strict, frozen=True):
-    path: str = "smollm2-135m"
+    path: str = BUNDLED_MODEL
     """A Hugging Face directory, or the name of the bundled model."""
     kv_dtype: KVDtype = KVDtype.FP32
     block_tokens: int = 64

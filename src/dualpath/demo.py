@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from dualpath.cluster.model import BUNDLED, model_directory
-from dualpath.cluster.replay import Report, replay
+from dualpath.cluster.model import model_directory
+from dualpath.cluster.replay import Progress, Report, replay
 from dualpath.cluster.scratch import memory_file_system, scratch_directory
 from dualpath.config import (
+    BUNDLED_MODEL,
     ClusterConfig,
     DecodeSection,
     EmulateSection,
@@ -54,7 +55,7 @@ class DemoOptions(msgspec.Struct, frozen=True):
     append: int = 32
     generate: int = 4
     snic: float = 40e6
-    model: str = BUNDLED
+    model: str = BUNDLED_MODEL
     store: Path | None = None
     first_context: tuple[int, int] = FIRST_CONTEXT
 
@@ -85,7 +86,7 @@ class DemoResult(msgspec.Struct, frozen=True):
 async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
     """Runs the demo. Raises BadInputError for options that cannot work, DualPathError when a run fails."""
     _check(options)
-    directory = model_directory(options.model)
+    directory = model_directory(options.model, lambda what: report(Progress(what, 0, 1)))
     card = open_model_dir(directory)
     trajectories = coding_agents(
         load_tokenizer(directory).encode,

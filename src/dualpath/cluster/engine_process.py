@@ -26,7 +26,9 @@ from dualpath.engine.decode import DecodeEngine
 from dualpath.engine.device import Device, best_device
 from dualpath.engine.pools import DecodePool, PrefillPool
 from dualpath.engine.prefill import PrefillEngine
-from dualpath.models.card import open_model_dir
+from dualpath.models.card import ModelCard, open_model_dir
+from dualpath.models.memory_kv import MemoryKV, new_cache
+from dualpath.models.seam import Model, PackedBatch
 from dualpath.models.weights import load_model
 from dualpath.node.staging import slot_bytes
 from dualpath.scheduler.policy import POLICIES
@@ -34,7 +36,7 @@ from dualpath.transfer.fabric import Fabric, Region
 from dualpath.transfer.links import LinkTable
 from dualpath.transfer.memory import SharedBytes
 from dualpath.transfer.shm import ShmFabric
-from dualpath.types import DualPathError, Role
+from dualpath.types import DualPathError, KVDtype, Role
 
 
 async def run_engine(line: Line, boot: EngineBoot, fds: Sequence[int]) -> None:
@@ -60,7 +62,9 @@ async def run_engine(line: Line, boot: EngineBoot, fds: Sequence[int]) -> None:
 def _make(line: Line, boot: EngineBoot, device: Device, fabric: Fabric) -> PrefillEngine | DecodeEngine:
     config, layout, dtype = boot.config, boot.layout, boot.config.model.kv_dtype
     directory = Path(boot.model)
-    model = load_model(directory, open_model_dir(directory), device.torch_device, device.compute_dtype)
+    card = open_model_dir(directory)
+    model = load_model(directory, card, device.torch_device, device.compute_dtype)
+    _warm_up(model, card, device)
     if boot.role is Role.PREFILL:
         return PrefillEngine(
             boot.engine,
@@ -85,6 +89,14 @@ def _make(line: Line, boot: EngineBoot, device: Device, fabric: Fabric) -> Prefi
         transfer_deadline_s=config.deadlines.transfer,
         write_back_deadline_s=config.deadlines.write_back,
     )
+
+
+def _warm_up(model: Model, card: ModelCard, device: Device) -> None:
+    """One forward pass: mapped weights are read from disk now, not under the first request."""
+    tokens = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
+    batch = PackedBatch(tokens, (0,), (2,))
+    cache = new_cache(card, KVDtype.FP32, 2).to(device.torch_device)
+    model.forward(batch, MemoryKV([cache], batch), sample=[0])
 
 
 def _handle(line: Line, engine: PrefillEngine | DecodeEngine, command: Command) -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from dualpath.config import ClusterConfig
+from dualpath.config import BUNDLED_MODEL, ClusterConfig
 from dualpath.layout import KVLayout, ModelFingerprint
 from dualpath.models.bundled import ensure_bundled
 from dualpath.models.card import fingerprint, open_model_dir
 
-BUNDLED = "smollm2-135m"
-"""Name of the bundled model, where a path is asked for."""
 
-
-def model_directory(path: str) -> Path:
-    """The Hugging Face directory of `path`; the bundled model is fetched and converted on first use.
+def model_directory(path: str, progress: Callable[[str], None] | None = None) -> Path:
+    """The Hugging Face directory of `path`; the bundled model is fetched and converted on first use, and `progress`
+    hears of it.
 
     Raises BadInputError."""
-    return ensure_bundled() if path == BUNDLED else Path(path).expanduser()
+    return ensure_bundled(progress=progress) if path == BUNDLED_MODEL else Path(path).expanduser()
 
 
 class ServedModel(msgspec.Struct, frozen=True):
