@@ -24,7 +24,8 @@ from dualpath.layout import KVLayout
 from dualpath.models.bundled import ensure_bundled
 from dualpath.models.card import open_model_dir
 from dualpath.scheduler.pack import PackItem, PackLimits, pack
-from dualpath.types import BadInputError, KVDtype
+from dualpath.scheduler.policy import POLICIES
+from dualpath.types import BadInputError, KVDtype, Policy
 from dualpath.units import parse_size
 
 UNLIMITED = 1 << 40
@@ -40,16 +41,17 @@ class Result(NamedTuple):
     """Cached and new tokens of the batch that was packed."""
 
 
-def measure(layout: KVLayout, kv_memory: int, context: int, append: int, *, layerwise: bool) -> Result:
+def measure(layout: KVLayout, kv_memory: int, context: int, append: int, mode: Policy) -> Result:
     """Allocates the pool and packs a queue of turns (`context` cached, `append` new tokens) that never runs dry."""
     section = PrefillSection(kv_memory=kv_memory, batch_tokens=UNLIMITED, chunk_tokens=UNLIMITED)
-    pool = PrefillPool.sized(CpuDevice(), layout, KVDtype.FP32, section, layerwise=layerwise)
+    pool = PrefillPool.sized(
+        CpuDevice(), layout, KVDtype.FP32, section, POLICIES[mode].layers_in_flight(layout.n_layer)
+    )
     turns = pool.batch_tokens // (context + append) + 2
     items = [PackItem(turn, context, append) for turn in range(turns)]
     batch = pack(items, PackLimits(UNLIMITED, pool.batch_tokens))
     tokens = sum(context + chunk.new for chunk in batch)
-    mode = "layerwise" if layerwise else "basic"
-    return Result(mode, pool.layers_in_flight, pool.nbytes, pool.batch_tokens, len(batch), tokens)
+    return Result(mode.value, pool.layers_in_flight, pool.nbytes, pool.batch_tokens, len(batch), tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = options.model or ensure_bundled(progress=lambda line: print(line, file=sys.stderr))
         layout = open_model_dir(directory).layout(KVDtype.FP32, 64)
         basic, layerwise = (
-            measure(layout, kv_memory, options.context, options.append, layerwise=layerwise)
-            for layerwise in (False, True)
+            measure(layout, kv_memory, options.context, options.append, mode)
+            for mode in (Policy.BASIC, Policy.LAYERWISE)
         )
     except BadInputError as error:
         parser.error(str(error))

@@ -10,13 +10,13 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
-import click
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from dualpath import __version__
@@ -27,31 +27,58 @@ from dualpath.types import BadInputError, DualPathError, Policy
 from dualpath.units import format_size, parse_rate
 
 if TYPE_CHECKING:
-    from dualpath.cluster.replay import Progress as Stage
-    from dualpath.cluster.replay import Report
+    from dualpath.cluster.replay import Progress, Report
     from dualpath.demo import DemoResult
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="KV-Cache of agents over every node's storage NIC.")
-store_app = typer.Typer(no_args_is_help=True, help="Looks at and checks a store.")
+app = typer.Typer(
+    add_completion=False, invoke_without_command=True, help="KV-Cache of agents over every node's storage NIC."
+)
+store_app = typer.Typer(invoke_without_command=True, help="Looks at and checks a store.")
 app.add_typer(store_app, name="store")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-@app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
+"""What typer raises for wrong options. Newer releases carry their own copy of click, so it is found, not imported."""
+
+
+MOST = 1_000_000
+
+
+def _count(value: str | int) -> int:
+    """A whole number of at least 1. Typer passes defaults through here as well."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MOST):
+        raise typer.BadParameter(f"{text!r}, a whole number from 1 to {MOST} is needed")
+    return int(text)
+
+
+@app.callback()
+def _top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
         print(__version__)
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@store_app.callback()
+def _store(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
 def demo(
     modes: Annotated[str, typer.Option(help=f"Policies to compare: {', '.join(Policy)}.")] = "basic,dualpath,oracle",
-    agents: Annotated[int, typer.Option(help="Agents that work at the same time.")] = 4,
-    turns: Annotated[int, typer.Option(help="Turns of each agent after the warm-up turn.")] = 6,
-    append: Annotated[int, typer.Option(help="Tokens that a turn appends.")] = 32,
-    generate: Annotated[int, typer.Option(help="Tokens that a turn generates.")] = 4,
+    agents: Annotated[int, typer.Option(parser=_count, metavar="N", help="Agents that work at the same time.")] = 4,
+    turns: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Turns of each agent after the warm-up turn.")
+    ] = 6,
+    append: Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens that a turn appends.")] = 32,
+    generate: Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens that a turn generates.")] = 4,
     snic: Annotated[str, typer.Option(help="Rate of each emulated storage NIC.")] = "40MB/s",
     model: Annotated[str, typer.Option(help="A Hugging Face directory, or the bundled model.")] = BUNDLED_MODEL,
     store: Annotated[
@@ -60,9 +87,6 @@ def demo(
     json: Json = False,
 ) -> None:
     """Serve a real model with one prefill and one decode engine, the same work under each policy, compared."""
-    for name, value in (("agents", agents), ("turns", turns), ("append", append), ("generate", generate)):
-        if value < 1:
-            raise BadInputError(f"--{name} is {value}, at least 1 is needed")
     try:
         rate = parse_rate(snic)
     except BadInputError as error:
@@ -91,7 +115,8 @@ def store_stat(root: Annotated[Path, typer.Argument(help="Root of the store.")],
 @store_app.command("verify")
 def store_verify(root: Annotated[Path, typer.Argument(help="Root of the store.")], json: Json = False) -> None:
     """Read every record of a store and check it; exit 1 when one is bad."""
-    report = verify(root)
+    with Console(stderr=True).status(f"reading every record of {root}"):
+        report = verify(root)
     _print_struct(report, json)
     if report.bad_blocks:
         raise typer.Exit(1)
@@ -114,14 +139,17 @@ def _policies(text: str) -> tuple[Policy, ...]:
 def _progress() -> Iterator[Report]:
     """A progress bar on stderr: one line for each stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, Any] = {}
+    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+        tasks: dict[str, TaskID] = {}
 
-        def report(stage: Stage) -> None:
-            name = stage.stage
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=stage.total)
-            bar.update(tasks[name], completed=stage.done)
+        def report(progress: Progress) -> None:
+            stage = progress.stage
+            if stage not in tasks:
+                for task in tasks.values():  # stages follow one another: the one before is over
+                    bar.stop_task(task)
+                tasks[stage] = bar.add_task(stage)
+            description = f"{stage}: {progress.note}" if progress.note else stage
+            bar.update(tasks[stage], description=description, completed=progress.done, total=progress.total or None)
 
         yield report
 
@@ -129,13 +157,13 @@ def _progress() -> Iterator[Report]:
 def _print_demo(result: DemoResult) -> None:
     out = Console()
     table = Table(title="The same agents, the same tokens, under each policy")
-    for column, justify in (("policy", "left"), ("JCT", "right"), ("mean TTFT", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    table.add_column("policy")
+    table.add_column("JCT", justify="right")
+    table.add_column("mean TTFT", justify="right")
     nodes = next(iter(result.runs.values())).node
     for node in nodes:
         table.add_column(f"read by {node.name}", justify="right")
     table.add_column("speed-up", justify="right")
-    table.add_column("bottleneck")
     base = next(iter(result.runs.values()))
     for policy, run in result.runs.items():
         table.add_row(
@@ -144,9 +172,10 @@ def _print_demo(result: DemoResult) -> None:
             f"{run.ttft_s.mean:.2f} s",
             *(format_size(node.snic_write_bytes) for node in run.node),
             f"{base.jct_s / run.jct_s:.2f}x",
-            run.bottleneck,
         )
     out.print(table)
+    for policy, run in result.runs.items():
+        out.print(f"Bottleneck of {policy.value}: {run.bottleneck}.", soft_wrap=True, highlight=False)
     for line in _conclusions(result, base):
         out.print(line, soft_wrap=True, highlight=False)
 
@@ -193,11 +222,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except BadInputError as error:
         _fail(str(error), 2)
-    except click.ClickException as error:
+    except UsageError as error:
         _fail(error.format_message(), error.exit_code)
     except DualPathError as error:
         _fail(str(error), 1)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 

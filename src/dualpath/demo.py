@@ -18,6 +18,7 @@ from dualpath.cluster.scratch import memory_file_system, scratch_directory
 from dualpath.config import (
     BUNDLED_MODEL,
     ClusterConfig,
+    DeadlineSection,
     DecodeSection,
     EmulateSection,
     ModelSection,
@@ -39,8 +40,11 @@ SNIC, so that an engine has an eighth of an SNIC and a whole CNIC."""
 AGENTS_TOGETHER = 4
 """Agents for whose contexts there is memory on each side at once."""
 WRITE_BACK_SLOTS = 8
+SLACK = 4
+"""Deadlines over the time that the emulated links need for everything that may queue on them."""
 PREFILL_MEMORY = 256 * 10**6
-STORE_CAPACITY = 4 * 10**9
+SEGMENT_BLOCKS = 32
+"""Small segments, because each policy gets a copy of the store."""
 
 FIRST_CONTEXT = (1500, 2000)
 """Tokens of the agents' first prompts: with the turns that follow, contexts of about 1.5K to 2.2K."""
@@ -86,7 +90,7 @@ class DemoResult(msgspec.Struct, frozen=True):
 async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
     """Runs the demo. Raises BadInputError for options that cannot work, DualPathError when a run fails."""
     _check(options)
-    directory = model_directory(options.model, lambda what: report(Progress(what, 0, 1)))
+    directory = model_directory(options.model, lambda what: report(Progress("model", note=what)))
     card = open_model_dir(directory)
     trajectories = coding_agents(
         load_tokenizer(directory).encode,
@@ -132,21 +136,29 @@ def demo_config(options: DemoOptions, card: ModelCard, root: Path, policy: Polic
     layout = card.layout(ModelSection().kv_dtype, ModelSection().block_tokens)
     together = min(options.agents, AGENTS_TOGETHER)
     memory = together * layout.blocks(context) * slot_bytes(layout)
-    limited = policy is not Policy.ORACLE
     write_back = WRITE_BACK_SLOTS * slot_bytes(layout)
+    cnic = options.snic * CNIC_PER_SNIC
+    # However slow the NICs are asked to be, waiting for them is what the demo shows: a deadline is for what is stuck.
+    deadlines = DeadlineSection()
+    deadlines = msgspec.structs.replace(
+        deadlines,
+        read=max(deadlines.read, SLACK * memory / options.snic),
+        transfer=max(deadlines.transfer, SLACK * memory / cnic),
+        write_back=max(deadlines.write_back, SLACK * write_back / options.snic),
+    )
+    limited = policy is not Policy.ORACLE
     return ClusterConfig(
         node=(
             NodeSection(name="p0", role=Role.PREFILL, staging=memory, write_back=write_back),
             NodeSection(name="d0", role=Role.DECODE, staging=memory, write_back=write_back),
         ),
-        store=StoreSection(root=str(root), capacity=STORE_CAPACITY),
+        store=StoreSection(root=str(root), segment=SEGMENT_BLOCKS * slot_bytes(layout)),
         model=ModelSection(path=options.model),
         policy=policy,
         prefill=PrefillSection(kv_memory=PREFILL_MEMORY),
         decode=DecodeSection(kv_memory=memory),
-        emulate=EmulateSection(
-            snic=options.snic if limited else None, cnic=options.snic * CNIC_PER_SNIC if limited else None
-        ),
+        deadlines=deadlines,
+        emulate=EmulateSection(snic=options.snic, cnic=cnic) if limited else EmulateSection(),
     )
 
 

@@ -211,7 +211,7 @@ def test_two_clusters_in_one_process(make_config: MakeConfig, tiny_model: Path, 
             answers = await asyncio.gather(
                 one.submit(Request(0, "s", prompt, 3)).answer(), two.submit(Request(0, "s", prompt, 3)).answer()
             )
-            assert answers == [expected, expected]
+            assert list(answers) == [expected, expected]
             await two.submit(Request(1, "s", prompt, 3)).answer()
             await asyncio.gather(one.drain(), two.drain())
             first, second = one.link_counts(), two.link_counts()

@@ -66,20 +66,20 @@ def test_double_free_is_refused_and_changes_nothing(again: tuple[int, ...]) -> N
 def test_prefill_pool_is_allocated_once_at_its_size() -> None:
     """Layerwise two layers of the batch, otherwise all of them, in the same memory."""
     section = PrefillSection(kv_memory=960)
-    layerwise = PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, section, layerwise=True)
-    basic = PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, section, layerwise=False)
+    layerwise = PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, section, layers_in_flight=2)
+    basic = PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, section, layers_in_flight=LAYOUT.n_layer)
     assert (layerwise.layers_in_flight, layerwise.batch_tokens, layerwise.nbytes) == (2, 30, 960)
     assert (basic.layers_in_flight, basic.batch_tokens, basic.nbytes) == (3, 20, 960)
     assert layerwise.slot(0).data_ptr() == layerwise.slot(2).data_ptr()
     capped = PrefillPool.sized(
-        CpuDevice(), LAYOUT, KVDtype.FP32, PrefillSection(kv_memory=10**6, batch_tokens=7), layerwise=True
+        CpuDevice(), LAYOUT, KVDtype.FP32, PrefillSection(kv_memory=10**6, batch_tokens=7), layers_in_flight=2
     )
     assert capped.nbytes == 2 * 7 * 16
 
 
 def test_pools_too_small_for_anything_are_bad_input() -> None:
     with pytest.raises(BadInputError, match=r"prefill\.kv_memory is 31 bytes, less than one token of 2 layers"):
-        PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, PrefillSection(kv_memory=31), layerwise=True)
+        PrefillPool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, PrefillSection(kv_memory=31), layers_in_flight=2)
     with pytest.raises(BadInputError, match=r"decode\.kv_memory is 191 bytes, less than one block"):
         DecodePool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, DecodeSection(kv_memory=191))
 

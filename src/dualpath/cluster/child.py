@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
+import threading
+import traceback
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -81,9 +84,16 @@ async def _run(name: str, link: Link, body: Body) -> int:
         await line.close()
 
 
+def _end_with_thread(problem: threading.ExceptHookArgs) -> None:
+    """A thread that dies takes its process with it: an engine without its compute thread would look alive for ever."""
+    traceback.print_exception(problem.exc_value)
+    os._exit(1)
+
+
 def main() -> None:
     kind, fd = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.excepthook = _end_with_thread
     sock = socket.socket(fileno=int(fd))
     end_with(sock)
     # Imported here: only an engine pays for torch, and it does so while the nodes come up.

@@ -169,7 +169,7 @@ class Controller:
 
     def _refuse_oversized(self, request: Request) -> None:
         tokens = len(request.prompt) + request.max_tokens
-        layers = 2 if self._rules.layerwise else self._layout.n_layer
+        layers = self._rules.layers_in_flight(self._layout.n_layer)
         prompt_slots = self._layout.blocks(len(request.prompt))
         smallest = min(self._slots[load.node].total for load in self._decode)
         limits = (
@@ -351,9 +351,9 @@ class Controller:
                 )
             ),
         )
+        # Even when this token ends the reply, the decode engine says when: it first claims the blocks that are full, so
+        # that the next turn finds them.
         self._give_tokens(live, (event.first_token,))
-        if live.request.max_tokens == 1 or event.first_token in live.request.stop_tokens:
-            self._finish(live)
 
     def _on_prefill_ended(self, live: Live, event: PrefillEnded) -> None:
         live.chunks = event.chunks

@@ -69,7 +69,9 @@ def _make(line: Line, boot: EngineBoot, device: Device, fabric: Fabric) -> Prefi
         return PrefillEngine(
             boot.engine,
             model,
-            PrefillPool.sized(device, layout, dtype, config.prefill, layerwise=POLICIES[config.policy].layerwise),
+            PrefillPool.sized(
+                device, layout, dtype, config.prefill, POLICIES[config.policy].layers_in_flight(layout.n_layer)
+            ),
             fabric,
             device,
             line.report,

@@ -21,11 +21,13 @@ from dualpath.workload.agents import AgentRun, run_agents
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Where a replay stands: what runs now, and how many of its requests are through."""
+    """Where the work stands: the stage, how many of its requests are through (`total` 0: not known), and what it is
+    busy with besides."""
 
     stage: str
-    done: int
-    total: int
+    done: int = 0
+    total: int = 0
+    note: str = ""
 
 
 Report = Callable[[Progress], None]
@@ -47,7 +49,7 @@ async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], repo
     total = sum(len(trajectory.turns) for trajectory in trajectories)
     records: list[RequestRecord] = []
     done = itertools.count(1)
-    report(Progress(f"{stage}: starting", 0, total))
+    report(Progress(stage, 0, total, "starting"))
     async with Cluster.start(config, records.append) as cluster, cluster.metered() as meter:
 
         async def submit(request: Request) -> Sequence[int]:

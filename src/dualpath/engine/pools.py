@@ -21,9 +21,6 @@ from dualpath.models.memory_kv import torch_dtype
 from dualpath.transfer.fabric import Region
 from dualpath.types import BadInputError, KVDtype
 
-LAYERWISE_LAYERS = 2
-"""Layers in flight of layerwise prefill: the one that computes and the one that is fetched."""
-
 
 class PrefillPool:
     """`layers_in_flight` slots of `batch_tokens` tokens of one layer each."""
@@ -42,19 +39,18 @@ class PrefillPool:
 
     @classmethod
     def sized(
-        cls, device: Device, layout: KVLayout, kv_dtype: KVDtype, section: PrefillSection, *, layerwise: bool
+        cls, device: Device, layout: KVLayout, kv_dtype: KVDtype, section: PrefillSection, layers_in_flight: int
     ) -> PrefillPool:
-        """The pool that `section.kv_memory` and `section.batch_tokens` allow; not layerwise, it holds all layers.
+        """The pool that `section.kv_memory` and `section.batch_tokens` allow.
 
         Raises BadInputError when the memory does not hold one token."""
-        layers = min(LAYERWISE_LAYERS, layout.n_layer) if layerwise else layout.n_layer
-        tokens = min(section.batch_tokens, section.kv_memory // (layers * layout.token_bytes))
+        tokens = section.pool_tokens(layout, layers_in_flight)
         if tokens < 1:
             raise BadInputError(
-                f"prefill.kv_memory is {section.kv_memory} bytes, less than one token of {layers} layers "
-                f"({layers * layout.token_bytes} bytes)"
+                f"prefill.kv_memory is {section.kv_memory} bytes, less than one token of {layers_in_flight} "
+                f"layers ({layers_in_flight * layout.token_bytes} bytes)"
             )
-        return cls(device, layout, kv_dtype, layers, tokens)
+        return cls(device, layout, kv_dtype, layers_in_flight, tokens)
 
     def region(self, name: str) -> Region:
         return Region(name, self.nbytes, self._memory)

@@ -30,6 +30,11 @@ class PolicyRules(msgspec.Struct, frozen=True):
     placement: PlacementRule
     read: ReadRule
 
+    def layers_in_flight(self, n_layer: int) -> int:
+        """Layers whose KV a prefill engine of a model of `n_layer` layers keeps: layerwise, the one that computes and
+        the one that is fetched (PAPER.md, "Layerwise prefill")."""
+        return min(2, n_layer) if self.layerwise else n_layer
+
 
 _DUALPATH = PolicyRules(layerwise=True, placement=PlacementRule.LEAST_TOKENS, read=ReadRule.SHORTER_QUEUE)
 

@@ -1,0 +1,163 @@
+"""The commands as a user runs them: one line and exit 2 for bad input, one object with --json, nothing left behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import write_tiny_model
+
+SMALL = ("--agents", "2", "--turns", "2", "--append", "20", "--generate", "2", "--snic", "20MB/s")
+
+
+def dualpath(*arguments: str | Path, scratch: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **({"TMPDIR": str(scratch)} if scratch else {})}
+    command = [sys.executable, "-m", "dualpath.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def assert_bad_input(done: subprocess.CompletedProcess[str], *says: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("dualpath: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for part in says:
+        assert part in lines[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("demo", "--agents", "0"), ("--agents", "'0'", "1 to")),
+        (("demo", "--agents", "many"), ("--agents", "'many'", "1 to")),
+        (("demo", "--turns", "-3"), ("--turns", "'-3'")),
+        (("demo", "--append", "1.5"), ("--append", "'1.5'")),
+        (("demo", "--generate", ""), ("--generate", "''")),
+        (("demo", "--snic", "fast"), ("--snic", "'fast'", "40MB/s")),
+        (("demo", "--snic", "0MB/s"), ("--snic", "'0MB/s'", "above zero")),
+        (("demo", "--modes", "basic,turbo"), ("--modes", "'turbo'", "basic, layerwise")),
+        (("demo", "--modes", ","), ("--modes", "empty")),
+        (("demo", "--frobnicate"), ("--frobnicate",)),
+        (("demo", "--model", "no-such-dir"), ("no-such-dir", "does not exist")),
+        (("demo", "extra"), ("extra",)),
+        (("store", "verify", "no-such-dir"), ("no-such-dir", "does not exist")),
+        (("store", "stat"), ("root",)),
+        (("stor",), ("stor",)),
+    ],
+)
+def test_bad_options_are_one_line(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    assert_bad_input(dualpath(*arguments), *says)
+
+
+def test_bad_models_are_one_line(tiny: Path, tmp_path: Path) -> None:
+    def spoiled(name: str) -> Path:
+        return Path(shutil.copytree(tiny, tmp_path / name))
+
+    no_weights = spoiled("no-weights")
+    (no_weights / "model.safetensors").unlink()
+    assert_bad_input(dualpath("demo", "--model", no_weights), "no-weights", "safetensors")
+
+    cut_off = spoiled("cut-off")
+    weights = cut_off / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert_bad_input(dualpath("demo", "--model", cut_off), "cut-off")
+
+    other = spoiled("other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    assert_bad_input(dualpath("demo", "--model", other), "MambaForCausalLM", "LlamaForCausalLM")
+
+    no_tokenizer = spoiled("no-tokenizer")
+    (no_tokenizer / "tokenizer.json").write_text("{")
+    assert_bad_input(dualpath("demo", "--model", no_tokenizer), "tokenizer.json")
+
+
+def test_contexts_that_the_model_does_not_take_are_one_line(tiny: Path) -> None:
+    done = dualpath("demo", "--model", tiny, "--turns", "500")
+    assert_bad_input(done, "--turns 500", "4096")
+
+
+def test_bad_stores_are_one_line(tiny: Path, tmp_path: Path) -> None:
+    a_file = tmp_path / "file"
+    a_file.write_bytes(b"")
+    assert_bad_input(dualpath("demo", "--model", tiny, "--store", a_file), str(a_file), "is a file")
+    assert_bad_input(dualpath("store", "verify", a_file), str(a_file))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "precious").write_bytes(b"data")
+    assert_bad_input(dualpath("demo", "--model", tiny, "--store", foreign, scratch=tmp_path), "precious")
+    assert (foreign / "precious").read_bytes() == b"data"
+    assert [path.name for path in foreign.iterdir()] == ["precious"]
+
+
+@pytest.mark.cluster
+def test_demo_end_to_end_with_a_kept_store(tiny: Path, tmp_path: Path) -> None:
+    """The demo's object has what CLI.md promises; a kept store is verified, used again, and repaired by recomputing."""
+    store, scratch = tmp_path / "kept", tmp_path / "scratch"
+    scratch.mkdir()
+    arguments = ("demo", "--model", tiny, *SMALL, "--store", store, "--json")
+    first = json.loads(dualpath(*arguments, scratch=scratch).stdout)
+    assert first["tokens_identical"] is True
+    assert set(first["runs"]) == {"basic", "dualpath", "oracle"}
+    for policy, run in first["runs"].items():
+        assert run["policy"] == policy
+        assert (run["nodes"], run["agents"], run["requests"], run["failed"]) == ("1P1D", 2, 4, 0)
+        assert sum(run["tokens_by_source"].values()) == run["prompt_tokens"]
+        assert sum(run["ttft_share"].values()) == pytest.approx(1)
+    assert first["speedup"] == pytest.approx(first["runs"]["basic"]["jct_s"] / first["runs"]["dualpath"]["jct_s"])
+    read, rate = first["hit_bytes"], first["emulated"]["snic_bytes_per_s"]
+    compute = first["runs"]["oracle"]["jct_s"]
+    assert read == sum(node["snic_write_bytes"] for node in first["runs"]["basic"]["node"])
+    assert first["ideal_speedup"] == pytest.approx(max(read / rate, compute) / max(read / 2 / rate, compute))
+    assert first["compute_bound"] == (compute > read / 2 / rate)
+
+    kept = verify(store)
+    assert kept["bad_blocks"] == 0
+    assert kept["blocks"] >= 2 * (1500 // 64)
+    second = json.loads(dualpath(*arguments, "--modes", "basic", scratch=scratch).stdout)
+    assert second["runs"]["basic"]["tokens_sha256"] == first["runs"]["basic"]["tokens_sha256"]
+    assert verify(store) == kept, "the store is as it was after the warm-up turn"
+
+    segment = next(store.glob("*/*.seg*"))
+    data = bytearray(segment.read_bytes())
+    data[64 * 1024 :: 4096] = bytes(len(data[64 * 1024 :: 4096]))  # a byte of each page of the records
+    segment.write_bytes(data)
+    broken = dualpath("store", "verify", store, "--json")
+    assert broken.returncode == 1
+    assert json.loads(broken.stdout)["bad_blocks"] > 0
+    third = json.loads(dualpath(*arguments, "--modes", "dualpath", scratch=scratch).stdout)
+    assert third["runs"]["dualpath"]["tokens_sha256"] == first["runs"]["dualpath"]["tokens_sha256"]
+    assert not list(scratch.iterdir())
+
+
+def verify(store: Path) -> dict[str, Any]:
+    done = dualpath("store", "verify", store, "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.cluster
+def test_the_table_for_people_names_what_was_emulated(tiny: Path) -> None:
+    done = dualpath("demo", "--model", tiny, *SMALL, "--modes", "pe-scheduled,layerwise")
+    assert done.returncode == 0, done.stderr
+    for part in ("Emulated: storage NICs of 20.00 MB/s", "read by d0", "All policies generated the same tokens"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("demo", "--help"), ("store",), ("store", "verify", "--help")])
+def test_help(arguments: tuple[str, ...]) -> None:
+    done = dualpath(*arguments)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
