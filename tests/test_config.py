@@ -27,7 +27,6 @@ engines = 2
 [prefill]
 chunk_tokens = "1K"
 batch_tokens = 4096
-quota = "300ms"
 [emulate]
 snic = "40MB/s"
 cnic = "400Gbps"
@@ -43,7 +42,6 @@ def test_values_come_in_base_units() -> None:
     assert config.section("p0").staging == 64 * 10**6
     assert config.engines(Role.DECODE) == ["d0.0", "d0.1"]
     assert config.prefill.chunk_tokens == 1024
-    assert config.prefill.quota == pytest.approx(0.3)
     assert config.emulate.snic == 40e6
     assert config.emulate.cnic == 50e9
     assert config.deadlines.read == 120
@@ -70,6 +68,9 @@ def test_a_config_travels_as_a_message() -> None:
         (('"d0"', '"d.0"'), ["'d.0'", "must not"]),
         (('role = "decode"', 'role = "prefill"'), ["no node has role 'decode'"]),
         (("batch_tokens = 4096", "batch_tokens = 512"), ["chunk_tokens is 1024", "batch_tokens (512)"]),
+        (('policy = "basic"', 'policy = "oracle"'), ["'oracle'", "emulate.snic", "contradict"]),
+        (('staging = "64MB"', 'write_back = "64MB"'), ["node p0: write_back is 64000000", "decode nodes"]),
+        (("engines = 2", "write_back = 64"), ["node.write_back = 64", "with its unit"]),
         (('snic = "40MB/s"', 'snic = "0MB/s"'), ["emulate.snic", "above zero"]),
         (('read = "2min"', 'read = "0s"'), ["deadlines.read is 0.0 s", "above 0"]),
         (("[emulate]", "[[emulate]]"), ["emulate", "a table is needed"]),

@@ -145,9 +145,11 @@ def _progress() -> Iterator[Report]:
         def report(progress: Progress) -> None:
             stage = progress.stage
             if stage not in tasks:
-                for task in tasks.values():  # stages follow one another: the one before is over
-                    bar.stop_task(task)
-                tasks[stage] = bar.add_task(stage)
+                if tasks:  # stages follow one another: the one before is over
+                    before = bar.tasks[-1]
+                    bar.update(before.id, total=before.total or 1, completed=before.total or 1)
+                    bar.stop_task(before.id)
+                tasks[stage] = bar.add_task(stage, total=None)
             description = f"{stage}: {progress.note}" if progress.note else stage
             bar.update(tasks[stage], description=description, completed=progress.done, total=progress.total or None)
 

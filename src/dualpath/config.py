@@ -50,8 +50,18 @@ class NodeSection(_Strict, frozen=True):
     engines: int = 1
     staging: int = 10**9
     """Bytes of staging memory for requests (the paper's PE and DE buffer)."""
-    write_back: int = 64 * 10**6
-    """Bytes of staging memory that belong to write-back alone."""
+    write_back: int | None = None
+    """Bytes of staging memory that belong to write-back alone; decode nodes only, 64 MB by default."""
+
+    def __post_init__(self) -> None:
+        if self.role is Role.PREFILL and self.write_back is not None:
+            raise ValueError(f"node {self.name}: write_back is {self.write_back}, only decode nodes write back")
+
+    @property
+    def write_back_bytes(self) -> int:
+        if self.role is Role.PREFILL:
+            return 0
+        return 64 * 10**6 if self.write_back is None else self.write_back
 
     @property
     def engine_ids(self) -> list[EngineId]:
@@ -66,8 +76,6 @@ class PrefillSection(_Strict, frozen=True):
     """Most tokens (cached and new together) of one batch, whatever the memory allows."""
     chunk_tokens: int = 2048
     """Most new tokens of one forward pass; a prompt with more is prefilled in chunks."""
-    quota: float = 0.3
-    """Seconds: most predicted attention time of a batch (PAPER.md, "Within a PE"); needs a fitted model."""
 
     def pool_tokens(self, layout: KVLayout, layers_in_flight: int) -> int:
         """Tokens (cached and new together) that fit the device memory when it keeps `layers_in_flight` layers."""
@@ -134,6 +142,8 @@ class ClusterConfig(_Strict, frozen=True):
         ):
             if value < 1:
                 raise ValueError(f"{where} is {value}, at least 1 is needed")
+        if self.policy is Policy.ORACLE and (self.emulate.snic or self.emulate.cnic):
+            raise ValueError("policy is 'oracle', which waits for no link: emulate.snic and emulate.cnic contradict it")
         if self.prefill.chunk_tokens > self.prefill.batch_tokens:
             raise ValueError(
                 f"prefill.chunk_tokens is {self.prefill.chunk_tokens}, more than "
@@ -161,7 +171,6 @@ _UNITS: Mapping[str, Callable[[str], float]] = {
     "prefill.kv_memory": parse_size,
     "prefill.batch_tokens": parse_tokens,
     "prefill.chunk_tokens": parse_tokens,
-    "prefill.quota": parse_seconds,
     "decode.kv_memory": parse_size,
     "emulate.snic": parse_rate,
     "emulate.cnic": parse_rate,

@@ -149,7 +149,7 @@ def demo_config(options: DemoOptions, card: ModelCard, root: Path, policy: Polic
     limited = policy is not Policy.ORACLE
     return ClusterConfig(
         node=(
-            NodeSection(name="p0", role=Role.PREFILL, staging=memory, write_back=write_back),
+            NodeSection(name="p0", role=Role.PREFILL, staging=memory),
             NodeSection(name="d0", role=Role.DECODE, staging=memory, write_back=write_back),
         ),
         store=StoreSection(root=str(root), segment=SEGMENT_BLOCKS * slot_bytes(layout)),

@@ -24,7 +24,7 @@ def test_slots_are_as_many_as_fit_the_buffers() -> None:
     """Each buffer is divided on its own; a prefill node, which never writes back, takes no memory for it."""
     node = NodeSection(name="d0", role=Role.DECODE, staging=10 * 8192 - 1, write_back=2 * 8192)
     assert staging_slots(node, LAYOUT) == (9, 2)
-    assert staging_slots(NodeSection(name="p0", role=Role.PREFILL, staging=8192, write_back=0), LAYOUT) == (1, 0)
+    assert staging_slots(NodeSection(name="p0", role=Role.PREFILL, staging=8192), LAYOUT) == (1, 0)
 
 
 @pytest.mark.parametrize("key", ["staging", "write_back"])

@@ -29,7 +29,7 @@ def staging_slots(node: NodeSection, layout: KVLayout) -> tuple[int, int]:
             )
         return nbytes // stride
 
-    return slots("staging", node.staging), slots("write_back", node.write_back) if node.role is Role.DECODE else 0
+    return slots("staging", node.staging), slots("write_back", node.write_back_bytes) if node.role is Role.DECODE else 0
 
 
 class Staging:
