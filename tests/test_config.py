@@ -47,6 +47,14 @@ def test_values_come_in_base_units() -> None:
     assert config.deadlines.read == 120
 
 
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples" / "clusters").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_valid(path: Path) -> None:
+    assert load(path).engines(Role.PREFILL)
+
+
 def test_a_config_travels_as_a_message() -> None:
     config = parse(GOOD)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ClusterConfig) == config

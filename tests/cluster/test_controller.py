@@ -313,3 +313,43 @@ def test_a_bad_block_and_all_after_it_are_computed_again() -> None:
         assert world.catalog.counters().quarantined == 1
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_look_up_waits_for_the_block_that_is_being_written(published: bool) -> None:
+    """The next turn arrives while the last one's blocks are on their way to the store: it waits until they are
+    published, and hits them; or until its deadline, and computes."""
+
+    async def body() -> None:
+        world = World(random.Random(0))
+        world.chance = lambda one_in: False  # type: ignore[method-assign]
+        writes: list[Callable[[], None]] = []
+        real = world.on_order
+
+        def hold_writes(name: str, order: Command) -> None:
+            if isinstance(order, WriteBlock):
+                report = BlockWritten(order.request, name, order.write.key, order.write.slot)
+                writes.append(lambda: world.report(report))
+            else:
+                real(name, order)
+
+        world.controller._send = hold_writes
+        tokens = tuple([9] * (2 * BLOCK + 1))
+        first = world.controller.submit(Request(0, "s", tokens, 1))
+        while not world.records:
+            world.answer_one()
+        assert len(await first.answer()) == 1
+        assert len(writes) == 2
+        world.controller.submit(Request(1, "s", tokens, 1))
+        assert not world.owed, "nothing is placed while the block is pending"
+        if published:
+            for write in writes:
+                write()
+        else:
+            world.now += 5.1
+            world.controller.advance()
+        while len(world.records) < 2:
+            world.answer_one()
+        assert world.records[1].computed == (1 if published else len(tokens))
+
+    asyncio.run(body())

@@ -226,6 +226,9 @@ class Cluster:
         self._router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, True)
         self._router.setsockopt(zmq.LINGER, 0)
+        # A ROUTER drops what exceeds its mark; grants bound what is under way, and none of it may be lost.
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.setsockopt(zmq.RCVHWM, 0)
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         return f"tcp://127.0.0.1:{port}"
 
