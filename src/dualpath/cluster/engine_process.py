@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dualpath.cluster.child import Line
+from dualpath.cluster.line import Line
 from dualpath.cluster.messages import (
     CancelRequest,
     Command,

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualpath.cluster.child import Line
 from dualpath.cluster.handover import send
+from dualpath.cluster.line import Line
 from dualpath.cluster.messages import (
     CancelRead,
     Command,

@@ -17,10 +17,7 @@ from typing import NamedTuple, Protocol
 
 from dualpath.layout import Bytes
 from dualpath.transfer.links import LinkTable
-from dualpath.types import BlockRead, BlocksRead, DualPathError, LinkId, NodeId, RequestId
-
-DEADLINE = "deadline"
-"""Why a block is bad that could not be read in time."""
+from dualpath.types import DEADLINE, BlockRead, BlocksRead, DualPathError, LinkId, NodeId, RequestId
 
 
 class BlockReader(Protocol):

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from dualpath.store.index import BlockIndex
+import numpy.typing as npt
 
 SNAPSHOT = 1 << 16
 """Leaves in a snapshot: one pass over the index is shared by that many evictions."""
 
 
+class Leaves(Protocol):
+    """What the queue asks of the index: when each row was last used, and which may go."""
+
+    @property
+    def clock(self) -> npt.NDArray[np.int64]:
+        """`[rows]`: the tick of the last use."""
+
+    @property
+    def tick(self) -> int:
+        """The youngest tick that was given."""
+
+    def evictable(self, row: int) -> bool: ...
+
+    def evictable_rows(self) -> npt.NDArray[np.int64]: ...
+
+
 class LeafQueue:
-    def __init__(self, index: BlockIndex) -> None:
+    def __init__(self, index: Leaves) -> None:
         self._index = index
         self._horizon = -1
         self._clocks: list[int] = []  # the snapshot, youngest first, so that the oldest is popped from the end
