@@ -17,7 +17,7 @@ SMALL = ("--agents", "2", "--turns", "2", "--append", "20", "--generate", "2", "
 
 def dualpath(*arguments: str | Path, scratch: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **({"TMPDIR": str(scratch)} if scratch else {})}
-    command = [sys.executable, "-m", "dualpath.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "dualpath", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
 
 

@@ -200,6 +200,11 @@ def _conclusions(result: DemoResult, base: RunSummary) -> Iterator[str]:
             "This run was compute-bound: two storage NICs deliver faster than the engines compute. For a fair look at "
             "the paths lower --snic, or --append and --generate, or free this machine's cores."
         )
+    if result.dropped_writes:
+        yield (
+            f"{result.dropped_writes} full blocks could not be stored (no room on the disk, or no write-back slot in "
+            "time): later turns computed them again."
+        )
     agree = "the same tokens" if result.tokens_identical else "DIFFERENT TOKENS: this is a bug, please report it"
     yield f"All policies generated {agree} ({base.output_tokens} each)."
 
@@ -236,7 +241,3 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     sys.stderr.write(f"dualpath: {' '.join(message.split())}\n")
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.cluster.model import model_directory
-from dualpath.cluster.replay import Progress, Report, replay
+from dualpath.cluster.replay import Progress, Replay, Report, replay
 from dualpath.cluster.scratch import memory_file_system, scratch_directory
 from dualpath.config import (
     BUNDLED_MODEL,
@@ -31,6 +31,7 @@ from dualpath.models.card import ModelCard, open_model_dir
 from dualpath.models.tokenizer import load_tokenizer
 from dualpath.store.reader import slot_bytes
 from dualpath.types import BadInputError, Policy, Role, Trajectory
+from dualpath.units import format_size
 from dualpath.workload.coding import coding_agents
 
 CNIC_PER_SNIC = 8
@@ -72,7 +73,8 @@ class Emulated(msgspec.Struct, frozen=True):
 class DemoResult(msgspec.Struct, frozen=True):
     """The demo's JSON object (CLI.md). A figure is None when a policy that it needs did not run.
 
-    R: `hit_bytes`, read under basic. S: `emulated.snic_bytes_per_s`. C: `oracle_jct_s`."""
+    R: `hit_bytes`, read under basic. S: `emulated.snic_bytes_per_s`. C: `oracle_jct_s`. `dropped_writes`: full blocks
+    that could not be stored, over all runs."""
 
     runs: dict[Policy, RunSummary]
     speedup: float | None
@@ -85,6 +87,7 @@ class DemoResult(msgspec.Struct, frozen=True):
     kv_dtype: str
     block_tokens: int
     warm_up_s: float
+    dropped_writes: int
 
 
 async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
@@ -110,17 +113,31 @@ async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
     with scratch_directory() as disk, scratch_directory(memory_file_system()) as memory:
         warm_store = options.store or disk / "warm-up"
         started = time.monotonic()
-        replies = await _warm_up(options, card, longest, warm_store, trajectories, report)
+        warm_up = await _warm_up(options, card, longest, warm_store, trajectories, report)
         warm_up_s = time.monotonic() - started
+        replies = [agent.replies[0] for agent in warm_up.agents]
         rest = [_after_warm_up(t, reply) for t, reply in zip(trajectories, replies, strict=True)]
         runs: dict[Policy, RunSummary] = {}
+        dropped = warm_up.dropped_writes
         for policy in options.modes:
             root = (memory if policy is Policy.ORACLE else disk) / policy.value
-            shutil.copytree(warm_store, root)
-            config = demo_config(options, card, root, policy, longest)
-            runs[policy] = (await replay(config, rest, report)).summary
+            _copy_store(warm_store, root)
+            done = await replay(demo_config(options, card, root, policy, longest), rest, report)
+            runs[policy] = done.summary
+            dropped += done.dropped_writes
             shutil.rmtree(root)
-    return _compare(options, runs, warm_up_s)
+    return _compare(options, runs, warm_up_s, dropped)
+
+
+def _copy_store(source: Path, target: Path) -> None:
+    try:
+        shutil.copytree(source, target)
+    except OSError as error:  # shutil.Error, a list of files, is one
+        free = shutil.disk_usage(target.parent).free
+        raise BadInputError(
+            f"no room for a copy of the store in {target.parent} ({format_size(free)} free): set TMPDIR to a directory "
+            f"with more ({'some files' if isinstance(error, shutil.Error) else error.strerror} could not be written)"
+        ) from None
 
 
 def _check(options: DemoOptions) -> None:
@@ -177,15 +194,14 @@ async def _warm_up(
     root: Path,
     trajectories: Sequence[Trajectory],
     report: Report,
-) -> list[tuple[int, ...]]:
-    """The first turn of each agent, with links without limits: it fills the store. Returns the replies."""
+) -> Replay:
+    """The first turn of each agent, with links without limits: it fills the store."""
     config = demo_config(options, card, root, Policy.ORACLE, context)
     first = [Trajectory(t.session, t.turns[:1]) for t in trajectories]
-    warm = await replay(config, first, report, stage="warm-up")
-    return [agent.replies[0] for agent in warm.agents]
+    return await replay(config, first, report, stage="warm-up")
 
 
-def _compare(options: DemoOptions, runs: dict[Policy, RunSummary], warm_up_s: float) -> DemoResult:
+def _compare(options: DemoOptions, runs: dict[Policy, RunSummary], warm_up_s: float, dropped_writes: int) -> DemoResult:
     basic, dual, oracle = (runs.get(policy) for policy in (Policy.BASIC, Policy.DUALPATH, Policy.ORACLE))
     hit_bytes = sum(node.snic_write_bytes for node in basic.node) if basic else None
     ideal = bound = None
@@ -205,4 +221,5 @@ def _compare(options: DemoOptions, runs: dict[Policy, RunSummary], warm_up_s: fl
         kv_dtype=ModelSection().kv_dtype.value,
         block_tokens=ModelSection().block_tokens,
         warm_up_s=warm_up_s,
+        dropped_writes=dropped_writes,
     )

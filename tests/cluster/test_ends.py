@@ -38,7 +38,7 @@ DEMO = (
 
 def start_demo(model: Path, scratch: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "dualpath.cli", "demo", "--model", str(model), *DEMO],
+        [sys.executable, "-m", "dualpath", "demo", "--model", str(model), *DEMO],
         env={**os.environ, "TMPDIR": str(scratch)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

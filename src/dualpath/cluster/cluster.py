@@ -302,14 +302,19 @@ class Cluster:
 
     async def _in_time(self, work: asyncio.Future[T], deadline_s: float) -> T:
         """The result of `work`. Raises what broke the cluster meanwhile, or ClusterError past the deadline."""
-        await _first(work, self._broken, timeout=deadline_s)
-        if self._broken.done():
+        try:
+            await _first(work, self._broken, timeout=deadline_s)
+            if work.done() and work.exception() is not None:
+                # A child that is gone shows in its start socket first; its own words are on their way.
+                await _first(self._broken, timeout=1.0)
+            if self._broken.done():
+                self._broken.result()
+            if not work.done():
+                raise ClusterError(f"no answer from every process within {deadline_s:g} s")
+            return work.result()
+        finally:
             work.cancel()
-            self._broken.result()
-        if not work.done():
-            work.cancel()
-            raise ClusterError(f"no answer from every process within {deadline_s:g} s")
-        return work.result()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _stop(self, grace_s: float) -> None:
         self._stopping = True

@@ -34,13 +34,14 @@ Report = Callable[[Progress], None]
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """What a replay gave: the summary, the record of each request, each agent's replies, and the bytes and busy
-    seconds of each link."""
+    """What a replay gave: the summary, the record of each request, each agent's replies, the bytes and busy seconds of
+    each link, and how many full blocks could not be stored."""
 
     summary: RunSummary
     records: tuple[RequestRecord, ...]
     agents: tuple[AgentRun, ...]
     links: dict[LinkId, LinkCount]
+    dropped_writes: int
 
 
 async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], report: Report, stage: str = "") -> Replay:
@@ -71,7 +72,7 @@ async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], repo
             bottleneck(_usages(config, links, counters), wall_s),
             Cost(wall_s, meter.cpu_s(), meter.peak_bytes, cluster.controller.events),
         )
-    return Replay(summary, tuple(records), tuple(agents), links)
+    return Replay(summary, tuple(records), tuple(agents), links, cluster.controller.dropped_writes)
 
 
 def node_samples(
