@@ -164,6 +164,24 @@ def test_cancel_anywhere_gives_everything_back(make_config: MakeConfig) -> None:
     run(body())
 
 
+def test_drain_wakes_up_when_the_last_request_is_cancelled(make_config: MakeConfig) -> None:
+    """No event of a process follows the cancellation of a request that was still waiting for memory."""
+
+    async def body() -> None:
+        async with Cluster.start(make_config(pools=8, snic=2e5)) as cluster:
+            prompt = tuple(random_prompt(7 * BLOCK))
+            first = cluster.submit(Request(0, "s", prompt, 16))
+            second = cluster.submit(Request(1, "s", prompt, 16))
+            await first.answer()
+            drained = asyncio.create_task(cluster.drain())
+            await asyncio.sleep(0)
+            cluster.cancel(second.request)
+            await asyncio.wait_for(drained, 30)
+            assert not any(cluster.controller.held().values())
+
+    run(body())
+
+
 def test_pools_of_one_prompt_serve_many_requests(make_config: MakeConfig, tiny_model: Path) -> None:
     """CASES.md, C29: memory for exactly one prompt, many requests at once: all finish, none is wrong."""
     prompts = [tuple(random_prompt(7 * BLOCK + 1, seed=seed % 3)) for seed in range(12)]

@@ -112,14 +112,13 @@ class Cluster:
         if self._broken.done():
             self._broken.result()
         handle = self.controller.submit(request)
-        self._idle.clear()
-        self._set_timer()
+        self._changed()
         return handle
 
     def cancel(self, request: RequestId) -> None:
         """Stops a request wherever it is; its handle ends at once."""
         self.controller.cancel(request)
-        self._set_timer()
+        self._changed()
 
     async def drain(self) -> None:
         """Waits until every request has given back what it held and every write is done. Raises ClusterError."""
@@ -265,25 +264,30 @@ class Cluster:
     def _on_report(self, name: str, report: Report) -> None:
         match report:
             case Hello():
-                self._waiting[name].set_result(None)
+                _settle(self._waiting.get(name), None)
             case Failed(error=error, bad_input=bad_input):
                 self._break(BadInputError(error) if bad_input else ClusterError(f"{name}: {error}"))
             case Counters():
-                self._counters[name].set_result(report)
+                _settle(self._counters.get(name), report)
             case _:
                 self.controller.handle(report)
-                self._set_timer()
-                if self.controller.idle:
-                    self._idle.set()
+                self._changed()
 
-    def _set_timer(self) -> None:
-        """The controller's next deadline wakes it even when no event does."""
+    def _changed(self) -> None:
+        """The controller's state has changed: whoever drains looks again, and its next deadline wakes it even when no
+        event does."""
+        if self.controller.idle:
+            self._idle.set()
         if self._timer is not None:
             self._timer.cancel()
-        deadline = self.controller.advance()
+        deadline = self.controller.deadline()
         if deadline is not None:
             delay = max(deadline - time.monotonic(), 0.0) + 0.001
-            self._timer = asyncio.get_running_loop().call_later(delay, self._set_timer)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self.controller.advance()
+        self._changed()
 
     # --- Going down -------------------------------------------------------------------------------------------
 
@@ -329,6 +333,12 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._authenticator.stop()
         self._context.destroy(linger=0)
+
+
+def _settle(future: asyncio.Future[T] | None, value: T) -> None:
+    """Gives `future` its value, unless nobody waits for it any more."""
+    if future is not None and not future.done():
+        future.set_result(value)
 
 
 async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

@@ -188,15 +188,18 @@ class Controller:
 
     # --- Going on -------------------------------------------------------------------------------------------
 
-    def advance(self) -> float | None:
-        """Does all that can be done now. Returns the time of the next deadline, if there is one: the caller calls
-        again then, or on the next event."""
+    def advance(self) -> None:
+        """Does all that can be done now. Every event and every call of a client ends here; at `deadline` the owner
+        calls it, because then no event does."""
         now = self._clock()
         self._answer_write_backs(now)
         self._look_up(now)
         self._place(now)
         while self._assigned and (self._assigned[0].over or self._grant(self._assigned[0], now)):
             self._assigned.popleft()
+
+    def deadline(self) -> float | None:
+        """When something that is waited for is given up; None while nothing is."""
         return min((*self._lookups.values(), *self._write_back.deadlines()), default=None)
 
     def _look_up(self, now: float) -> None:
