@@ -1,5 +1,7 @@
 # Every target sets up what it needs: on a fresh machine only Python (3.11 or newer) and make are there.
 PYTHON ?= python3
+# More options for pip, such as an index that has a torch build without CUDA.
+PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
@@ -10,8 +12,8 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)

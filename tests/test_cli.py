@@ -46,6 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("demo", "--generate", ""), ("--generate", "''")),
         (("demo", "--snic", "fast"), ("--snic", "'fast'", "40MB/s")),
         (("demo", "--snic", "0MB/s"), ("--snic", "'0MB/s'", "above zero")),
+        (("demo", "--snic", "9" * 400 + "MB/s"), ("--snic", "400 digits")),
         (("demo", "--modes", "basic,turbo"), ("--modes", "'turbo'", "basic, layerwise")),
         (("demo", "--modes", ","), ("--modes", "empty")),
         (("demo", "--frobnicate"), ("--frobnicate",)),
@@ -86,6 +87,7 @@ def test_bad_models_are_one_line(tiny: Path, tmp_path: Path) -> None:
 def test_contexts_that_the_model_does_not_take_are_one_line(tiny: Path) -> None:
     done = dualpath("demo", "--model", tiny, "--turns", "500")
     assert_bad_input(done, "--turns 500", "4096")
+    assert_bad_input(dualpath("demo", "--model", tiny, "--turns", "1000", "--append", "1000000"), "4096")
 
 
 def test_bad_stores_are_one_line(tiny: Path, tmp_path: Path) -> None:

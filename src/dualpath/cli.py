@@ -43,7 +43,7 @@ UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 """What typer raises for wrong options. Newer releases carry their own copy of click, so it is found, not imported."""
 
 
-MOST = 1_000_000
+MOST = 10_000
 
 
 def _count(value: str | int) -> int:
@@ -82,7 +82,7 @@ def demo(
     snic: Annotated[str, typer.Option(help="Rate of each emulated storage NIC.")] = "40MB/s",
     model: Annotated[str, typer.Option(help="A Hugging Face directory, or the bundled model.")] = BUNDLED_MODEL,
     store: Annotated[
-        Path | None, typer.Option(help="Keep the store after the warm-up turn here, or take it from here.")
+        str | None, typer.Option(help="Keep the store after the warm-up turn here, or take it from here.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -92,11 +92,19 @@ def demo(
     except BadInputError as error:
         raise BadInputError(f"--snic {error}") from None
     try:  # here, so that the other commands work where only the core is installed
+        from dualpath.cluster.model import model_directory
+        from dualpath.cluster.replay import Progress
         from dualpath.demo import DemoOptions, run_demo
     except ModuleNotFoundError as error:
-        raise BadInputError(f"the demo needs the package {error.name}: pip install 'dualpath[demo]'") from None
-    options = DemoOptions(_policies(modes), agents, turns, append, generate, rate, model, store)
+        raise BadInputError(f"the demo needs the package {error.name}: install dualpath with its extra 'demo'") from None
+    for name, text in (("model", model), ("store", store)):
+        if text is not None and not str(text).strip():
+            raise BadInputError(f"--{name} is empty, a directory is needed")
+    policies = _policies(modes)
     with _progress() as report:
+        # Before the event loop, where Ctrl-C would wait for the fetch to end.
+        directory = model_directory(model, lambda what: report(Progress("model", note=what)))
+        options = DemoOptions(str(directory), policies, agents, turns, append, generate, rate, Path(store) if store else None)
         result = asyncio.run(run_demo(options, report))
     if json:
         _print_json(result)
@@ -166,7 +174,7 @@ def _print_demo(result: DemoResult) -> None:
     for node in nodes:
         table.add_column(f"read by {node.name}", justify="right")
     table.add_column("speed-up", justify="right")
-    base = next(iter(result.runs.values()))
+    base = result.runs.get(Policy.BASIC) or next(iter(result.runs.values()))
     for policy, run in result.runs.items():
         table.add_row(
             policy.value,
@@ -233,8 +241,10 @@ def main() -> None:
         _fail(error.format_message(), error.exit_code)
     except DualPathError as error:
         _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+    except typer.Abort:
+        sys.exit(130)
+    except OSError as error:  # a full disk, a closed pipe: the machine's doing, and ours is to say so
+        _fail(f"{error.filename or 'output'}: {error.strerror or error}", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

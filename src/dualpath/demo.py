@@ -12,11 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from dualpath.cluster.model import model_directory
-from dualpath.cluster.replay import Progress, Replay, Report, replay
+from dualpath.cluster.replay import Replay, Report, replay
 from dualpath.cluster.scratch import memory_file_system, scratch_directory
 from dualpath.config import (
-    BUNDLED_MODEL,
     ClusterConfig,
     DeadlineSection,
     DecodeSection,
@@ -41,6 +39,8 @@ SNIC, so that an engine has an eighth of an SNIC and a whole CNIC."""
 AGENTS_TOGETHER = 4
 """Agents for whose contexts there is memory on each side at once."""
 WRITE_BACK_SLOTS = 8
+MOST_AGENTS = 256
+LONGEST_READ_S = 600.0
 SLACK = 4
 """Deadlines over the time that the emulated links need for everything that may queue on them."""
 PREFILL_MEMORY = 256 * 10**6
@@ -52,15 +52,16 @@ FIRST_CONTEXT = (1500, 2000)
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """What `dualpath demo` takes. `snic`: rate of each emulated storage NIC, bytes/s."""
+    """What `dualpath demo` takes. `model`: a Hugging Face directory. `snic`: rate of each emulated storage NIC,
+    bytes/s."""
 
+    model: str
     modes: tuple[Policy, ...] = (Policy.BASIC, Policy.DUALPATH, Policy.ORACLE)
     agents: int = 4
     turns: int = 6
     append: int = 32
     generate: int = 4
     snic: float = 40e6
-    model: str = BUNDLED_MODEL
     store: Path | None = None
     first_context: tuple[int, int] = FIRST_CONTEXT
 
@@ -93,8 +94,20 @@ class DemoResult(msgspec.Struct, frozen=True):
 async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
     """Runs the demo. Raises BadInputError for options that cannot work, DualPathError when a run fails."""
     _check(options)
-    directory = model_directory(options.model, lambda what: report(Progress("model", note=what)))
+    directory = Path(options.model)
     card = open_model_dir(directory)
+    longest = max(options.first_context) + options.turns * options.append + (options.turns + 1) * options.generate
+    if longest > card.max_positions:
+        raise BadInputError(
+            f"--turns {options.turns} --append {options.append} --generate {options.generate} make contexts of "
+            f"{longest} tokens, the model takes {card.max_positions}"
+        )
+    context_bytes = longest * card.layout(ModelSection().kv_dtype, ModelSection().block_tokens).kv_bytes_per_token
+    if context_bytes > options.snic * LONGEST_READ_S:
+        raise BadInputError(
+            f"--snic is {options.snic:g} bytes/s: reading one context of {format_size(context_bytes)} would take over "
+            f"{LONGEST_READ_S / 60:.0f} minutes, at least {format_size(context_bytes / LONGEST_READ_S)}/s is needed"
+        )
     trajectories = coding_agents(
         load_tokenizer(directory).encode,
         options.agents,
@@ -103,25 +116,21 @@ async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
         options.generate,
         options.first_context,
     )
-    longest = max(len(t.turns[0].append) for t in trajectories) + options.turns * options.append
-    longest += (options.turns + 1) * options.generate
-    if longest > card.max_positions:
-        raise BadInputError(
-            f"--turns {options.turns} --append {options.append} --generate {options.generate} make contexts of "
-            f"{longest} tokens, the model takes {card.max_positions}"
-        )
     with scratch_directory() as disk, scratch_directory(memory_file_system()) as memory:
         warm_store = options.store or disk / "warm-up"
         started = time.monotonic()
         warm_up = await _warm_up(options, card, longest, warm_store, trajectories, report)
         warm_up_s = time.monotonic() - started
         replies = [agent.replies[0] for agent in warm_up.agents]
+        if options.store is not None:
+            # From here on the kept store is its owner's again: the policies' copies are made from one of our own.
+            _copy_store(options.store, disk / "warm-up")
         rest = [_after_warm_up(t, reply) for t, reply in zip(trajectories, replies, strict=True)]
         runs: dict[Policy, RunSummary] = {}
         dropped = warm_up.dropped_writes
         for policy in options.modes:
             root = (memory if policy is Policy.ORACLE else disk) / policy.value
-            _copy_store(warm_store, root)
+            _copy_store(disk / "warm-up", root)
             done = await replay(demo_config(options, card, root, policy, longest), rest, report)
             runs[policy] = done.summary
             dropped += done.dropped_writes
@@ -143,8 +152,13 @@ def _copy_store(source: Path, target: Path) -> None:
 def _check(options: DemoOptions) -> None:
     if not options.modes:
         raise BadInputError("--modes is empty, at least one policy is needed")
-    if options.store is not None and options.store.exists() and not options.store.is_dir():
-        raise BadInputError(f"--store {options.store} is a file, a directory is needed")
+    if options.agents > MOST_AGENTS:
+        raise BadInputError(f"--agents is {options.agents}, at most {MOST_AGENTS} share the demo's two engines")
+    try:
+        if options.store is not None and options.store.exists() and not options.store.is_dir():
+            raise BadInputError(f"--store {options.store} is a file, a directory is needed")
+    except OSError as error:
+        raise BadInputError(f"--store {options.store} cannot be used: {error.strerror}") from None
 
 
 def demo_config(options: DemoOptions, card: ModelCard, root: Path, policy: Policy, context: int) -> ClusterConfig:
@@ -172,7 +186,8 @@ def demo_config(options: DemoOptions, card: ModelCard, root: Path, policy: Polic
         store=StoreSection(root=str(root), segment=SEGMENT_BLOCKS * slot_bytes(layout)),
         model=ModelSection(path=options.model),
         policy=policy,
-        prefill=PrefillSection(kv_memory=PREFILL_MEMORY),
+        # Basic keeps all layers of a prompt there, whatever the model's size.
+        prefill=PrefillSection(kv_memory=max(PREFILL_MEMORY, context * layout.kv_bytes_per_token)),
         decode=DecodeSection(kv_memory=memory),
         deadlines=deadlines,
         emulate=EmulateSection(snic=options.snic, cnic=cnic) if limited else EmulateSection(),

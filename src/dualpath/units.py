@@ -15,6 +15,13 @@ _TOKENS = re.compile(_NUMBER + r"([KM])?", re.IGNORECASE)
 _SECONDS = re.compile(_NUMBER + r"(us|ms|s|min|h)")
 
 
+def _number(text: str) -> float:
+    """A number of no more digits than anything that is measured has; more would not be finite."""
+    if len(text) > 20:
+        raise BadInputError(f"{text[:20]}... has {len(text)} digits, 20 are enough")
+    return float(text)
+
+
 def _factor(prefix: str | None) -> int:
     if not prefix:
         return 1
@@ -26,7 +33,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a size; write it like 64MB, 80GB or 1GiB")
-    return round(float(match[1]) * _factor(match[2]))
+    return round(_number(match[1]) * _factor(match[2]))
 
 
 def parse_rate(text: str) -> float:
@@ -34,7 +41,7 @@ def parse_rate(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a rate; write it like 40MB/s or 400Gbps")
-    rate = float(match[1]) * _factor(match[2]) / (1 if match[3].lower() == "b/s" else 8)
+    rate = _number(match[1]) * _factor(match[2]) / (1 if match[3].lower() == "b/s" else 8)
     if rate <= 0:
         raise BadInputError(f"{text!r} is not a rate; it must be above zero")
     return rate
@@ -45,7 +52,7 @@ def parse_tokens(text: str) -> int:
     match = _TOKENS.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a number of tokens; write it like 2048 or 64K")
-    return round(float(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[(match[2] or "").upper()])
+    return round(_number(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[(match[2] or "").upper()])
 
 
 def parse_seconds(text: str) -> float:
@@ -53,7 +60,7 @@ def parse_seconds(text: str) -> float:
     match = _SECONDS.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a time; write it like 300ms, 4s or 2min")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[match[2]]
+    return _number(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[match[2]]
 
 
 def format_size(nbytes: float) -> str:

@@ -212,6 +212,8 @@ def test_what_can_never_be_served_is_refused_with_the_sizes(make_config: MakeCon
             ):
                 with pytest.raises(DualPathError, match=says):
                     cluster.submit(Request(0, "s", tuple(random_prompt(prompt)), tokens))
+            with pytest.raises(DualPathError, match=r"token id 5000 is outside \[0, 288\)"):
+                cluster.submit(Request(0, "s", (1, 5000), 1))
             await cluster.submit(Request(1, "s", tuple(random_prompt(8 * BLOCK - 1)), 1)).answer()
 
     run(body())

@@ -22,10 +22,13 @@ from dualpath.cluster.messages import (
     WriteBack,
     WriteBlock,
 )
+from dualpath.cluster.slots import SlotPool
+from dualpath.cluster.write_back import WriteBackDesk
 from dualpath.config import ClusterConfig, DecodeSection, NodeSection, PrefillSection, StoreSection
 from dualpath.layout import KVLayout
 from dualpath.metrics.schema import RequestRecord
 from dualpath.store.catalog import Catalog
+from dualpath.store.keys import block_keys, root_key
 from dualpath.types import (
     DEADLINE,
     Admitted,
@@ -187,7 +190,8 @@ class World:
     def decode(self, job: DecodeJob, generated: int) -> None:
         """One step: the KV of the newest token, and another token unless this was the last."""
         request = job.request
-        over = request in self.cancelled
+        # An engine learns of a cancellation a step or two late.
+        over = request in self.cancelled and self.chance(2)
         if not over and generated < job.max_tokens:
             tokens = job.prompt_tokens + generated
             if tokens % BLOCK == 0:
@@ -353,3 +357,20 @@ def test_a_look_up_waits_for_the_block_that_is_being_written(published: bool) ->
         assert world.records[1].computed == (1 if published else len(tokens))
 
     asyncio.run(body())
+
+
+def test_many_blocks_that_find_no_slot_are_dropped_together() -> None:
+    """A long prompt on slow storage: hundreds of chained blocks wait past the deadline, and all go with the first."""
+    blocks = 900
+    catalog = Catalog(1000, iter([True] + [False] * 9).__next__)
+    desk = WriteBackDesk(catalog, {"d0": SlotPool(0, 1)}, deadline_s=30.0)
+    keys = block_keys(range(blocks), 1)
+    for block, key in enumerate(keys):
+        desk.claim(0, block, key, keys[block - 1] if block else root_key(), "d0", "d0.0", now=0.0)
+    first, *rest = [*desk.answers(now=1.0), *desk.answers(now=31.0)]
+    assert first.slot == 0
+    assert sorted(answer.block for answer in rest) == list(range(1, blocks))
+    assert all(answer.slot is None for answer in rest)
+    assert (desk.claims, desk.dropped) == (1, blocks - 1)
+    desk.released(0)
+    assert (desk.claims, desk.taken) == (0, 0)

@@ -65,14 +65,13 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float = 10.0) -> l
     return psutil.wait_procs(processes, timeout=seconds)[1]
 
 
-def in_memory_file_system() -> set[str]:
+def in_memory_file_system(owner: int) -> list[Path]:
     parent = memory_file_system()
-    return {path.name for path in parent.glob("dualpath-*")} if parent else set()
+    return list(parent.glob(f"dualpath-{owner}-*")) if parent else []
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_command_ends_with_all_that_it_started(how: signal.Signals, tiny_model: Path, tmp_path: Path) -> None:
-    before = in_memory_file_system()
     demo = start_demo(tiny_model, tmp_path)
     try:
         processes = wait_until_serving(demo)
@@ -82,10 +81,10 @@ def test_the_command_ends_with_all_that_it_started(how: signal.Signals, tiny_mod
         demo.kill()
     assert not wait_until_gone(processes)
     deadline = time.monotonic() + 10
-    while (any(tmp_path.iterdir()) or in_memory_file_system() - before) and time.monotonic() < deadline:
+    while (any(tmp_path.iterdir()) or in_memory_file_system(demo.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not list(tmp_path.iterdir())
-    assert not in_memory_file_system() - before
+    assert not in_memory_file_system(demo.pid)
     if how is signal.SIGINT:
         assert demo.returncode == 130
         assert b"Traceback" not in stderr
@@ -132,6 +131,7 @@ def test_a_process_that_cannot_start_says_why(make_config: MakeConfig, tmp_path:
     with pytest.raises(BadInputError, match="less than one block"):
         run(body())
     assert not psutil.Process().children()
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_store_has_one_owner(make_config: MakeConfig) -> None:

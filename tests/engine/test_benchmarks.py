@@ -20,8 +20,8 @@ def test_batch_tokens(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_overlap(tiny: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both paths are reported."""
+    """Both paths are reported, the PE path also at the rate at which its transfers take as long as computing."""
     options = ["--model", str(tiny.directory), "--cached", "64", "--new", "8", "--repeats", "1", "--json"]
     assert overlap.main(options) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [path["path"] for path in report["paths"]] == ["DE", "PE"]
+    assert [path["path"] for path in report["paths"]] == ["DE", "PE", "PE"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.transfer.fabric import (
+    Descriptors,
     Fabric,
     Region,
     TrafficClass,
     TransferError,
     TransferTimeoutError,
-    descriptors,
 )
 from dualpath.transfer.links import LinkTable
 from dualpath.transfer.shm import ShmFabric, memcpy
@@ -27,6 +27,10 @@ RATES = {"fast": None, "slow": 1000.0}
 KV = TrafficClass.KV
 SOON = 30.0
 """A deadline that no test reaches."""
+
+
+def descriptors(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
 class GatedCopy:

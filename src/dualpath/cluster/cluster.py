@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -69,6 +68,7 @@ class Cluster:
         self._outbox: asyncio.Queue[tuple[str, Command]] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._counters: dict[str, asyncio.Future[Counters]] = {}
+        self._counting = asyncio.Lock()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -86,6 +86,7 @@ class Cluster:
         Raises BadInputError for a model or a store that cannot be used, ClusterError when a process does not come
         up."""
         model = await asyncio.to_thread(ServedModel.open, config)
+        slots = {node.name: staging_slots(node, model.layout) for node in config.node}  # before the store is touched
         store_root = Path(config.store.root)
         writers = len(config.nodes(Role.DECODE))
         with (
@@ -97,7 +98,7 @@ class Cluster:
             cluster = cls(config, model, store, links)
             graceful = False
             try:
-                await cluster._start(on_record)
+                await cluster._start(slots, on_record)
                 yield cluster
                 graceful = True
             finally:
@@ -111,6 +112,9 @@ class Cluster:
         broken."""
         if self._broken.done():
             self._broken.result()
+        for token in request.prompt:
+            if not 0 <= token < self.model.vocab:
+                raise DualPathError(f"request {request.id}: token id {token} is outside [0, {self.model.vocab})")
         handle = self.controller.submit(request)
         self._changed()
         return handle
@@ -133,11 +137,12 @@ class Cluster:
     async def counters(self) -> dict[str, Counters]:
         """Totals of every node and engine since the start."""
         loop = asyncio.get_running_loop()
-        self._counters = {name: loop.create_future() for name in self._children}
-        for name in self._children:
-            self._send(name, ReportCounters())
-        values = await self._in_time(asyncio.gather(*self._counters.values()), self.config.deadlines.transfer)
-        return dict(zip(self._counters, values, strict=True))
+        async with self._counting:
+            self._counters = {name: loop.create_future() for name in self._children}
+            for name in self._children:
+                self._send(name, ReportCounters())
+            values = await self._in_time(asyncio.gather(*self._counters.values()), self.config.deadlines.transfer)
+            return dict(zip(self._counters, values, strict=True))
 
     def link_counts(self) -> dict[LinkId, LinkCount]:
         """Bytes and busy seconds of each link since the start."""
@@ -159,9 +164,8 @@ class Cluster:
 
     # --- Coming up --------------------------------------------------------------------------------------------
 
-    async def _start(self, on_record: Callable[[RequestRecord], None]) -> None:
+    async def _start(self, slots: Mapping[NodeId, tuple[int, int]], on_record: Callable[[RequestRecord], None]) -> None:
         config, layout = self.config, self.model.layout
-        slots = {node.name: staging_slots(node, layout) for node in config.node}
         endpoint = self._listen()
         loop = asyncio.get_running_loop()
         engines = {engine: node for node in config.node for engine in node.engine_ids}
@@ -187,16 +191,12 @@ class Cluster:
             )
             self._children[node.name].boot(boot, [self._links.fd])
         deadline = config.deadlines.start
-        ready = await self._in_time(
-            asyncio.gather(*(self._children[node.name].staging() for node in config.node)), deadline
-        )
-        staging = dict(zip((node.name for node in config.node), ready, strict=True))
-        try:
+        with contextlib.ExitStack() as received:
+            arriving = (self._children[node.name].staging(received) for node in config.node)
+            ready = await self._in_time(asyncio.gather(*arriving), deadline)
+            staging = dict(zip((node.name for node in config.node), ready, strict=True))
             for engine, node in engines.items():
                 self._boot_engine(engine, node.name, node.role, staging, endpoint)
-        finally:
-            for _, fd in staging.values():
-                os.close(fd)
         await self._in_time(asyncio.gather(*self._waiting.values()), deadline)
 
     def _boot_engine(
@@ -286,7 +286,11 @@ class Cluster:
             self._timer = asyncio.get_running_loop().call_later(delay, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        self.controller.advance()
+        try:
+            self.controller.advance()
+        except Exception as error:
+            self._break(ClusterError(f"controller failed at a deadline: {error!r}"))
+            raise
         self._changed()
 
     # --- Going down -------------------------------------------------------------------------------------------

@@ -140,9 +140,10 @@ class Controller:
 
     def fail_all(self, error: str) -> None:
         """Every request in flight fails: the processes that hold their slots are gone."""
+        for live in self._live.values():
+            live.handle.finish((), error)  # all clients first: they must not wait for what follows
         for live in list(self._live.values()):
             live.error = live.error or error
-            live.handle.finish((), error)
             self._forget(live)
 
     @property
@@ -195,7 +196,7 @@ class Controller:
         self._answer_write_backs(now)
         self._look_up(now)
         self._place(now)
-        while self._assigned and (self._assigned[0].over or self._grant(self._assigned[0], now)):
+        while self._assigned and self._grant(self._assigned[0], now):
             self._assigned.popleft()
 
     def deadline(self) -> float | None:
@@ -392,6 +393,11 @@ class Controller:
 
     def _on_block_full(self, live: Live, event: BlockFull) -> None:
         assert live.de is not None
+        if live.over:
+            # The engine is a step or two ahead of the cancellation, and its tokens are not taken any more: the block's
+            # key cannot be known.
+            self._send(live.de.engine, WriteBack(live.id, event.block, None))
+            return
         size = self._layout.block_tokens
         if event.block >= len(live.keys):
             tokens = (*live.request.prompt, *live.output)

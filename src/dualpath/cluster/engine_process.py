@@ -111,13 +111,7 @@ def _handle(line: Line, engine: PrefillEngine | DecodeEngine, command: Command) 
             engine.write_back(request, block, slot)
         case _, CancelRequest(request=request):
             engine.cancel(request)
-        case PrefillEngine(), ReportCounters():
-            prefill = engine.counters()
-            counts = {"batches": prefill.batches, "tokens": prefill.tokens, "max_batch": prefill.max_batch_tokens}
-            line.report(Counters(prefill.busy_s, counts))
-        case DecodeEngine(), ReportCounters():
-            decode = engine.counters()
-            counts = {"steps": decode.steps, "gathers": decode.gathers, "free_blocks": decode.free_blocks}
-            line.report(Counters(decode.busy_s, counts))
+        case _, ReportCounters():
+            line.report(Counters(engine.counters().busy_s))
         case _:
             raise DualPathError(f"{type(engine).__name__} cannot carry out {command!r}")

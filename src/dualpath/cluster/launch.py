@@ -50,11 +50,13 @@ class Child:
         """Raises OSError when the child is gone."""
         send(self._sock, frame, fds)
 
-    async def staging(self) -> tuple[int, int]:
-        """`(nbytes, fd)` of a node's staging memory, once it is there; the descriptor is the caller's to close.
+    async def staging(self, received: contextlib.ExitStack) -> tuple[int, int]:
+        """`(nbytes, fd)` of a node's staging memory, once it is there; `received` closes the descriptor.
 
         Raises DualPathError when the child is gone."""
         frame, fds = await asyncio.to_thread(receive, self._sock, StagingReady)
+        for fd in fds:
+            received.callback(os.close, fd)
         return frame.nbytes, fds[0]
 
     async def end(self, grace_s: float) -> None:

@@ -101,10 +101,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Counters(msgspec.Struct, frozen=True, tag=True):
-    """Totals since the start: seconds computing, and what the process counts besides."""
+    """Totals since the start: seconds computing."""
 
     busy_s: float = 0.0
-    counts: dict[str, int] = {}
 
 
 RequestEvent = (

@@ -18,7 +18,10 @@ class Meter:
     weights, which several processes map, are counted once. Where the system does not tell it, resident size."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        self._processes = [psutil.Process(), *(psutil.Process(pid) for pid in pids)]
+        self._processes = [psutil.Process()]
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just died: the cluster will say so
+                self._processes.append(psutil.Process(pid))
         self.peak_bytes = 0
         self._cpu_before = self._cpu()
         self._task = asyncio.create_task(self._sample())

@@ -22,13 +22,13 @@ def model_directory(path: str, progress: Callable[[str], None] | None = None) ->
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """`max_context`: most tokens of prompt and output together. `eos`: tokens that end a reply."""
+    """`max_context`: most tokens of prompt and output together. `vocab`: token ids are below it."""
 
     directory: Path
     layout: KVLayout
     fingerprint: ModelFingerprint
     max_context: int
-    eos: tuple[int, ...]
+    vocab: int
 
     @classmethod
     def open(cls, config: ClusterConfig) -> ServedModel:
@@ -37,4 +37,4 @@ class ServedModel(msgspec.Struct, frozen=True):
         card = open_model_dir(directory)
         layout = card.layout(config.model.kv_dtype, config.model.block_tokens)
         identity = fingerprint(directory, card, config.model.kv_dtype, config.model.block_tokens)
-        return cls(directory, layout, identity, card.max_positions, card.eos)
+        return cls(directory, layout, identity, card.max_positions, card.vocab)

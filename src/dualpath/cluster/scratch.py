@@ -24,7 +24,7 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
     """A fresh directory, in `parent` or where the system keeps temporary files. Raises BadInputError when none can
     be made there."""
     try:
-        path = Path(tempfile.mkdtemp(prefix="dualpath-", dir=parent))
+        path = Path(tempfile.mkdtemp(prefix=f"dualpath-{os.getpid()}-", dir=parent))
     except OSError as error:
         raise BadInputError(f"no temporary directory in {parent or tempfile.gettempdir()}: {error}") from None
     janitor = None

@@ -140,15 +140,21 @@ class WriteBackDesk:
 
     def _drop(self, claim: _Claim) -> None:
         """No slot came free in time: the block is not persisted."""
+        self._refuse(claim)
+        self._abandon(claim.key)
+
+    def _refuse(self, claim: _Claim) -> None:
         del self._waiting[claim.request, claim.block]
         self.dropped += 1
         self._refused.append(Answer(claim.engine, claim.request, claim.block, None))
-        self._abandon(claim.key)
 
     def _abandon(self, key: BlockKey) -> None:
         """Ends the claim on `key`. A block without its parent can never be found, so waiting children go with it;
         those already granted run on, and the catalog drops them when they ask to be published."""
-        self._catalog.abandon(key)
-        for claim in [claim for claim in self._waiting.values() if claim.parent == key]:
-            if (claim.request, claim.block) in self._waiting:
-                self._drop(claim)
+        lost = [key]
+        while lost:
+            key = lost.pop()
+            self._catalog.abandon(key)
+            for child in [claim for claim in self._waiting.values() if claim.parent == key]:
+                self._refuse(child)
+                lost.append(child.key)

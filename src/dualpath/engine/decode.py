@@ -30,7 +30,7 @@ import torch
 from dualpath import paths
 from dualpath.engine.device import Device
 from dualpath.engine.moves import block_rows
-from dualpath.engine.pipeline import outcome
+from dualpath.engine.pipeline import FabricStuckError, outcome
 from dualpath.engine.pools import DecodePool
 from dualpath.models.seam import Model, PackedBatch
 from dualpath.transfer.fabric import Descriptors, Fabric, TrafficClass
@@ -180,7 +180,7 @@ class DecodeEngine:
         self._counters = DecodeCounters(free_blocks=pool.allocator.free_blocks)  # replaced whole by the thread
         # From here on: the compute thread's.
         self._active: dict[RequestId, _Active] = {}
-        self._copies = 0
+        self._copying: dict[tuple[RequestId, int | None], float] = {}  # under way, and when they must have ended
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"{engine} decode", daemon=True)
         self._thread.start()
@@ -216,7 +216,7 @@ class DecodeEngine:
                 self._listen(wait=self._closing or not ready)
                 self._expire()
                 if self._closing:
-                    if not self._copies:
+                    if not self._copying:
                         return
                     continue
                 batch = [item for item in self._active.values() if item.phase is _Phase.DECODING][: self._max_batch]
@@ -235,10 +235,16 @@ class DecodeEngine:
 
     def _next_expiry_s(self) -> float | None:
         until = [when for item in self._active.values() for when in item.asked.values()]
+        until += self._copying.values()
         return max(min(until) - time.monotonic(), 0.0) if until else None
 
     def _expire(self) -> None:
         now = time.monotonic()
+        if any(until <= now for until in self._copying.values()):
+            # The fabric ends every transfer at its deadline. Where it does not, only our own end frees the slots.
+            raise FabricStuckError(
+                f"{self._engine}: copies with a deadline of {self._transfer_deadline_s:g} s have not ended"
+            )
         for item in list(self._active.values()):
             late = [block for block, until in item.asked.items() if until <= now]
             for block in late:
@@ -293,7 +299,7 @@ class DecodeEngine:
         links = hop.links(self._engine, self._engine)  # only the decode side's links are used
         start = self._fabric.read if hop.dst is paths.Place.DE_HBM else self._fabric.write
         item.copies += 1
-        self._copies += 1
+        self._copying[request, block] = time.monotonic() + 2 * self._transfer_deadline_s
         try:
             future = start(self._engine, self._node, rows, links, TrafficClass.KV, self._transfer_deadline_s)
         except (DualPathError, ValueError) as error:
@@ -304,7 +310,7 @@ class DecodeEngine:
     def _copied(self, copied: _Copied) -> None:
         item = self._active[copied.request]
         item.copies -= 1
-        self._copies -= 1
+        del self._copying[copied.request, copied.block]
         if copied.block is None:
             self._copied_in(item, copied)
         elif copied.error is None:

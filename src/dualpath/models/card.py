@@ -97,8 +97,12 @@ def open_model_dir(directory: Path) -> ModelCard:
     """The card of a Hugging Face directory whose weights are there, whole, and of the shapes that it promises.
 
     Raises BadInputError, naming the file and what is wrong with it."""
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
+    try:
+        found, exists = directory.is_dir(), directory.exists()
+    except OSError as error:
+        raise BadInputError(f"model {directory}: cannot be read: {error.strerror}") from None
+    if not found:
+        what = "is not a directory" if exists else "does not exist"
         raise BadInputError(f"model {directory}: {what}; a Hugging Face directory is needed")
     card = read_card(directory)
     check_tensors(card.tensors(), weight_files(directory), tied=card.tied_embeddings)

@@ -87,15 +87,3 @@ class Fabric(Protocol):
 
     def close(self) -> None:
         """Stops accepting work and waits for what is in flight. Registered memory is not touched afterwards."""
-
-
-def descriptors(rows: Sequence[tuple[int, int, int]]) -> Descriptors:
-    """Rows as the array that `Fabric` takes, ranges that touch on both sides merged into one."""
-    merged: list[list[int]] = []
-    for local, remote, length in rows:
-        last = merged[-1] if merged else None
-        if last and last[0] + last[2] == local and last[1] + last[2] == remote:
-            last[2] += length
-        elif length:
-            merged.append([local, remote, length])
-    return np.array(merged, dtype=np.int64).reshape(-1, 3)
