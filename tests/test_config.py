@@ -129,7 +129,7 @@ def test_not_a_size(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["40MB", "40", "-1MB/s", "0MB/s", "fast"])
+@pytest.mark.parametrize("text", ["40MB", "40", "-1MB/s", "0MB/s", "fast", "40Mb/s", "40mb/s"])
 def test_not_a_rate(text: str) -> None:
     with pytest.raises(BadInputError, match="is not a rate"):
         parse_rate(text)

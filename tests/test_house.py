@@ -67,7 +67,7 @@ def test_a_room_imports_only_what_it_may(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_only_models_and_engine_import_torch(path: Path) -> None:
     if any(name.split(".")[0] in ("torch", "transformers") for name in imports(path)):
-        assert room_of(path) in TORCH_ROOMS or path.name == "engine_process.py"
+        assert room_of(path) in TORCH_ROOMS
 
 
 @pytest.mark.parametrize("module", TORCH_FREE_MODULES)

@@ -96,7 +96,9 @@ def demo(
         from dualpath.cluster.replay import Progress
         from dualpath.demo import DemoOptions, run_demo
     except ModuleNotFoundError as error:
-        raise BadInputError(f"the demo needs the package {error.name}: install dualpath with its extra 'demo'") from None
+        raise BadInputError(
+            f"the demo needs the package {error.name}: install dualpath with its extra 'demo'"
+        ) from None
     for name, text in (("model", model), ("store", store)):
         if text is not None and not str(text).strip():
             raise BadInputError(f"--{name} is empty, a directory is needed")
@@ -104,7 +106,9 @@ def demo(
     with _progress() as report:
         # Before the event loop, where Ctrl-C would wait for the fetch to end.
         directory = model_directory(model, lambda what: report(Progress("model", note=what)))
-        options = DemoOptions(str(directory), policies, agents, turns, append, generate, rate, Path(store) if store else None)
+        options = DemoOptions(
+            str(directory), policies, agents, turns, append, generate, rate, Path(store) if store else None
+        )
         result = asyncio.run(run_demo(options, report))
     if json:
         _print_json(result)

@@ -90,7 +90,7 @@ class DecodeSection(_Strict, frozen=True):
 
 
 class DeadlineSection(_Strict, frozen=True):
-    """Seconds after which a wait ends with an error. Nothing here waits for ever."""
+    """Seconds after which a wait ends with an error. Nothing waits for ever."""
 
     start: float = 120.0
     """A process comes up and has loaded its model."""
@@ -102,6 +102,8 @@ class DeadlineSection(_Strict, frozen=True):
     """One layer's KV arrives."""
     write_back: float = 30.0
     """A full block finds a free write-back slot."""
+    silence: float = 600.0
+    """A node or an engine says nothing of a request that it has; then the cluster ends with an error."""
     stop: float = 2.0
     """Processes end by themselves; afterwards they are killed."""
 
@@ -154,6 +156,21 @@ class ClusterConfig(_Strict, frozen=True):
         for name in DeadlineSection.__struct_fields__:
             if getattr(self.deadlines, name) <= 0:
                 raise ValueError(f"deadlines.{name} is {getattr(self.deadlines, name)} s, it must be above 0")
+
+    def check_pools(self, layout: KVLayout, layers_in_flight: int) -> None:
+        """Raises BadInputError, with both sizes, when an engine's device memory does not hold the least that it
+        needs: a token of the layers in flight, or a block."""
+        token = layers_in_flight * layout.token_bytes
+        if self.prefill.kv_memory < token:
+            raise BadInputError(
+                f"prefill.kv_memory is {self.prefill.kv_memory} bytes, less than one token of {layers_in_flight} "
+                f"layers ({token} bytes)"
+            )
+        if self.decode.kv_memory < layout.full_block_bytes:
+            raise BadInputError(
+                f"decode.kv_memory is {self.decode.kv_memory} bytes, less than one block ({layout.full_block_bytes} "
+                "bytes)"
+            )
 
     def nodes(self, role: Role) -> list[NodeSection]:
         return [node for node in self.node if node.role is role]

@@ -27,7 +27,7 @@ from dualpath.config import (
 from dualpath.metrics.schema import RunSummary
 from dualpath.models.card import ModelCard, open_model_dir
 from dualpath.models.tokenizer import load_tokenizer
-from dualpath.store.reader import slot_bytes
+from dualpath.store.format import slot_bytes
 from dualpath.types import BadInputError, Policy, Role, Trajectory
 from dualpath.units import format_size
 from dualpath.workload.coding import coding_agents
@@ -44,6 +44,7 @@ LONGEST_READ_S = 600.0
 SLACK = 4
 """Deadlines over the time that the emulated links need for everything that may queue on them."""
 PREFILL_MEMORY = 256 * 10**6
+STORE_CAPACITY = 4 * 10**9
 SEGMENT_BLOCKS = 32
 """Small segments, because each policy gets a copy of the store."""
 
@@ -183,11 +184,19 @@ def demo_config(options: DemoOptions, card: ModelCard, root: Path, policy: Polic
             NodeSection(name="p0", role=Role.PREFILL, staging=memory),
             NodeSection(name="d0", role=Role.DECODE, staging=memory, write_back=write_back),
         ),
-        store=StoreSection(root=str(root), segment=SEGMENT_BLOCKS * slot_bytes(layout)),
+        store=StoreSection(
+            root=str(root),
+            # Twice what the agents' contexts take: nothing is evicted.
+            capacity=max(STORE_CAPACITY, 2 * options.agents * layout.blocks(context) * slot_bytes(layout)),
+            segment=SEGMENT_BLOCKS * slot_bytes(layout),
+        ),
         model=ModelSection(path=options.model),
         policy=policy,
         # Basic keeps all layers of a prompt there, whatever the model's size.
-        prefill=PrefillSection(kv_memory=max(PREFILL_MEMORY, context * layout.kv_bytes_per_token)),
+        prefill=PrefillSection(
+            kv_memory=max(PREFILL_MEMORY, context * layout.kv_bytes_per_token),
+            batch_tokens=max(PrefillSection().batch_tokens, context),
+        ),
         decode=DecodeSection(kv_memory=memory),
         deadlines=deadlines,
         emulate=EmulateSection(snic=options.snic, cnic=cnic) if limited else EmulateSection(),

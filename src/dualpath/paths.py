@@ -215,7 +215,7 @@ PERSIST: tuple[Hop, ...] = (STAGE_BACK, WRITE_BACK)
 DE_SLOTS_TAKEN_AT = "read_start"
 """When the decode node's staging slots are taken: when reading starts, together with all other grants of the
 request, not when the prefill batch is admitted. Both give and take are then one all-or-nothing step, which
-cannot deadlock; the price is that a slot is held while the reads run. Runtime and simulator follow it."""
+cannot deadlock; the price is that a slot is held while the reads run. The runtime does so in `Controller._grant`."""
 
 
 class Flow(msgspec.Struct, frozen=True):

@@ -9,8 +9,9 @@ from dualpath.types import BadInputError
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
-_SIZE = re.compile(_NUMBER + r"([KMGT]i?)?B", re.IGNORECASE)
-_RATE = re.compile(_NUMBER + r"([KMGT]i?)?(B/s|bps|bit/s)", re.IGNORECASE)
+# B is a byte and b a bit: 40Mb/s, which could be meant either way, is neither.
+_SIZE = re.compile(_NUMBER + r"([kKMGT]i?)?B")
+_RATE = re.compile(_NUMBER + r"([kKMGT]i?)?(B/s|bps|bit/s)")
 _TOKENS = re.compile(_NUMBER + r"([KM])?", re.IGNORECASE)
 _SECONDS = re.compile(_NUMBER + r"(us|ms|s|min|h)")
 
@@ -41,7 +42,7 @@ def parse_rate(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a rate; write it like 40MB/s or 400Gbps")
-    rate = _number(match[1]) * _factor(match[2]) / (1 if match[3].lower() == "b/s" else 8)
+    rate = _number(match[1]) * _factor(match[2]) / (1 if match[3] == "B/s" else 8)
     if rate <= 0:
         raise BadInputError(f"{text!r} is not a rate; it must be above zero")
     return rate

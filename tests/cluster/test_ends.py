@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -141,5 +142,80 @@ def test_a_store_has_one_owner(make_config: MakeConfig) -> None:
                 async with Cluster.start(make_config()):
                     pass
             await asyncio.sleep(0)
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("section", "says"), [("prefill", "prefill.kv_memory is 10 bytes"), ("decode", "decode.kv_memory is 10 bytes")]
+)
+def test_device_pools_too_small_are_refused_before_anything_is_made(
+    make_config: MakeConfig, tmp_path: Path, section: str, says: str
+) -> None:
+    config = make_config()
+    pool = msgspec.structs.replace(getattr(config, section), kv_memory=10)
+    config = msgspec.structs.replace(config, **{section: pool})
+
+    async def body() -> None:
+        async with Cluster.start(config):
+            pass
+
+    with pytest.raises(BadInputError, match=says):
+        run(body())
+    assert not (tmp_path / "store").exists()
+
+
+def test_memory_that_the_machine_lacks_is_bad_input_and_leaves_no_store(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    nodes = tuple(msgspec.structs.replace(node, staging=64 * 10**9) for node in config.node)
+
+    async def body() -> None:
+        async with Cluster.start(msgspec.structs.replace(config, node=nodes)):
+            pass
+
+    with pytest.raises(BadInputError, match="the machine has"):
+        run(body())
+    assert not (tmp_path / "store").exists()
+    assert not psutil.Process().children()
+
+
+def test_stopping_is_not_cut_short(make_config: MakeConfig) -> None:
+    """Cancelled again and again while it stops, a cluster gives its store up only when its processes are gone."""
+
+    async def body() -> None:
+        cluster_up = asyncio.Event()
+        pids: list[int] = []
+
+        async def serve() -> None:
+            async with Cluster.start(make_config()) as cluster:
+                pids.extend(cluster.pids.values())
+                os.kill(cluster.pids["d0"], signal.SIGSTOP)  # does not end by itself
+                cluster_up.set()
+
+        task = asyncio.create_task(serve())
+        await cluster_up.wait()
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+    run(body())
+
+
+def test_a_stuck_process_ends_the_wait(make_config: MakeConfig) -> None:
+    """CASES.md, C16: an engine that stays silent is waited for until its deadline, not for ever."""
+    config = make_config()
+    deadlines = msgspec.structs.replace(config.deadlines, silence=1.0)
+
+    async def body() -> None:
+        async with Cluster.start(msgspec.structs.replace(config, deadlines=deadlines)) as cluster:
+            os.kill(cluster.pids["p0.0"], signal.SIGSTOP)
+            handle = cluster.submit(Request(0, "s", tuple(random_prompt(40)), 1))
+            with pytest.raises(RequestFailedError, match="nothing was heard of request 0 in phase PREFILL"):
+                await handle.answer()
 
     run(body())

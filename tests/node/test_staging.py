@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dualpath.config import NodeSection
 from dualpath.layout import KVLayout
-from dualpath.node.staging import Staging, slot_bytes, staging_slots
+from dualpath.node.staging import Staging, staging_slots
+from dualpath.store.format import slot_bytes
 from dualpath.types import BadInputError, Role
 
 LAYOUT = KVLayout(n_layer=3, token_bytes=100, block_tokens=16)  # 4,800 bytes a block, 8,192 a slot

@@ -321,3 +321,18 @@ def test_leases_on_a_block_that_turned_out_bad_are_given_back() -> None:
     for _ in range(4):
         cat.release(keys)
     assert cat.leases == 0
+
+
+def test_a_late_report_of_a_bad_record_spares_its_successor() -> None:
+    """Two requests read the same bad record; the first one's answer has it written anew before the second reports."""
+    cat = catalog()
+    (key,) = block_keys(range(1), 1)
+    bad = cat.claim(key, ROOT, "d0")
+    assert isinstance(bad, RecordLocation)
+    cat.publish(key)
+    cat.drop(key, bad)
+    cat.claim(key, ROOT, "d0")
+    cat.publish(key)
+    cat.drop(key, bad)
+    assert cat.lookup([key]).stored == 1
+    assert cat.counters().quarantined == 1

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from dualpath.layout import KVLayout
+from dualpath.store import lock
+from dualpath.store import root as store_root
 from dualpath.store.catalog import Lookup
 from dualpath.store.format import FORMAT_VERSION, EntryKind, Geometry, StoreError, encode_entry, segment_path
 from dualpath.store.keys import block_keys, root_key
@@ -450,3 +452,29 @@ def test_a_segment_of_a_newer_release_is_not_touched(root: Path) -> None:
     with pytest.raises(BadInputError, match=f"format {FORMAT_VERSION + 1}"):
         open_root(root)
     assert segment.exists()
+
+
+def test_who_is_refused_leaves_the_owner_its_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two openers of a fresh root: the one that comes second saw no lock file either, and must not remove the first
+    one's."""
+    real = lock.lock_owner
+    winner: list[StoreRoot] = []
+
+    def overtaken(path: Path) -> int:
+        monkeypatch.setattr(store_root, "lock_owner", real)
+        winner.append(open_root(root))
+        return real(path)
+
+    monkeypatch.setattr(store_root, "lock_owner", overtaken)
+    with pytest.raises(BadInputError, match=str(os.getpid())):
+        open_root(root)
+    winner[0].close()
+    open_root(root).close()
+
+
+def test_a_root_opened_in_vain_leaves_nothing(root: Path) -> None:
+    open_root(root).abandon()
+    assert not root.exists()
+    open_root(root).close()
+    open_root(root).abandon()
+    assert (root / "owner.lock").exists(), "what was there before stays"

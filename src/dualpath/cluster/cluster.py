@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from dualpath.cluster.topology import link_rates, read_links, write_links
 from dualpath.config import ClusterConfig
 from dualpath.metrics.schema import RequestRecord
 from dualpath.node.staging import staging_slots
+from dualpath.scheduler.policy import POLICIES
 from dualpath.store.root import StoreRoot
 from dualpath.transfer.links import LinkCount, LinkTable
 from dualpath.types import BadInputError, DualPathError, EngineId, LinkId, NodeId, Request, RequestId, Role
@@ -86,7 +87,8 @@ class Cluster:
         Raises BadInputError for a model or a store that cannot be used, ClusterError when a process does not come
         up."""
         model = await asyncio.to_thread(ServedModel.open, config)
-        slots = {node.name: staging_slots(node, model.layout) for node in config.node}  # before the store is touched
+        slots = {node.name: staging_slots(node, model.layout) for node in config.node}
+        config.check_pools(model.layout, POLICIES[config.policy].layers_in_flight(model.layout.n_layer))
         store_root = Path(config.store.root)
         writers = len(config.nodes(Role.DECODE))
         with (
@@ -96,14 +98,16 @@ class Cluster:
             contextlib.closing(LinkTable.create(link_rates(config))) as links,
         ):
             cluster = cls(config, model, store, links)
-            graceful = False
+            up = graceful = False
             try:
                 await cluster._start(slots, on_record)
+                up = True
                 yield cluster
                 graceful = True
             finally:
-                # Shielded: a second Ctrl-C must not leave processes behind.
-                await asyncio.shield(cluster._stop(config.deadlines.stop if graceful else 0.0))
+                await _to_the_end(cluster._stop(config.deadlines.stop if graceful else 0.0))
+                if not up:
+                    store.abandon()
 
     # --- Serving ----------------------------------------------------------------------------------------------
 
@@ -115,13 +119,15 @@ class Cluster:
         for token in request.prompt:
             if not 0 <= token < self.model.vocab:
                 raise DualPathError(f"request {request.id}: token id {token} is outside [0, {self.model.vocab})")
-        handle = self.controller.submit(request)
+        with self._guarded("a request"):
+            handle = self.controller.submit(request)
         self._changed()
         return handle
 
     def cancel(self, request: RequestId) -> None:
         """Stops a request wherever it is; its handle ends at once."""
-        self.controller.cancel(request)
+        with self._guarded("a cancellation"):
+            self.controller.cancel(request)
         self._changed()
 
     async def drain(self) -> None:
@@ -248,18 +254,28 @@ class Cluster:
     async def _deliver(self) -> None:
         while True:
             name, command = await self._outbox.get()
-            await self._router.send_multipart([name.encode(), msgspec.msgpack.encode(command)])
+            with self._guarded(f"an order to {name}"):
+                await self._router.send_multipart([name.encode(), msgspec.msgpack.encode(command)])
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(Report)
         while True:
             identity, data = await self._router.recv_multipart()
             name = identity.decode()
-            try:
+            with self._guarded(f"a report of {name}"):
                 self._on_report(name, decoder.decode(data))
-            except Exception as error:  # the controller's state is in doubt: stop serving, say why
-                self._break(ClusterError(f"controller failed on a report of {name}: {error!r}"))
-                raise
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """An exception in here leaves the controller's state in doubt: the cluster stops serving and says why. What
+        the controller refuses on purpose (DualPathError) is only passed on."""
+        try:
+            yield
+        except DualPathError:
+            raise
+        except Exception as error:
+            self._break(ClusterError(f"the controller failed on {what}: {error!r}"))
+            raise
 
     def _on_report(self, name: str, report: Report) -> None:
         match report:
@@ -287,10 +303,11 @@ class Cluster:
 
     def _on_deadline(self) -> None:
         try:
-            self.controller.advance()
-        except Exception as error:
-            self._break(ClusterError(f"controller failed at a deadline: {error!r}"))
-            raise
+            with self._guarded("a deadline"):
+                self.controller.advance()
+        except DualPathError as error:
+            self._break(error)
+            return
         self._changed()
 
     # --- Going down -------------------------------------------------------------------------------------------
@@ -343,6 +360,22 @@ def _settle(future: asyncio.Future[T] | None, value: T) -> None:
     """Gives `future` its value, unless nobody waits for it any more."""
     if future is not None and not future.done():
         future.set_result(value)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end even when the caller is cancelled meanwhile, once or often; then the caller is."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                break
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
 async def _first(*futures: asyncio.Future[Any], timeout: float | None = None) -> None:

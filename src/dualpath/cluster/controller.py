@@ -65,6 +65,9 @@ from dualpath.types import (
     TokensOut,
 )
 
+_WORKED_ON = (Phase.READING, Phase.PREFILL, Phase.DECODE)
+"""Phases in which a node or an engine owes word of a request."""
+
 
 class Controller:
     """Serves requests on engines that are up.
@@ -143,7 +146,8 @@ class Controller:
         for live in self._live.values():
             live.handle.finish((), error)  # all clients first: they must not wait for what follows
         for live in list(self._live.values()):
-            live.error = live.error or error
+            if live.end is None:  # else its client has its answer
+                live.error = live.error or error
             self._forget(live)
 
     @property
@@ -166,7 +170,8 @@ class Controller:
 
     @property
     def dropped_writes(self) -> int:
-        return self._write_back.dropped
+        """Full blocks that did not get into the store."""
+        return sum(self._catalog.counters().dropped.values())
 
     def _refuse_oversized(self, request: Request) -> None:
         tokens = len(request.prompt) + request.max_tokens
@@ -193,6 +198,7 @@ class Controller:
         """Does all that can be done now. Every event and every call of a client ends here; at `deadline` the owner
         calls it, because then no event does."""
         now = self._clock()
+        self._check_silence(now)
         self._answer_write_backs(now)
         self._look_up(now)
         self._place(now)
@@ -201,7 +207,21 @@ class Controller:
 
     def deadline(self) -> float | None:
         """When something that is waited for is given up; None while nothing is."""
-        return min((*self._lookups.values(), *self._write_back.deadlines()), default=None)
+        silence = (self._silent_until(live) for live in self._live.values() if live.phase in _WORKED_ON)
+        return min((*self._lookups.values(), *self._write_back.deadlines(), *silence), default=None)
+
+    def _silent_until(self, live: Live) -> float:
+        return live.heard + self._config.deadlines.silence
+
+    def _check_silence(self, now: float) -> None:
+        """Raises DualPathError when nobody has reported on a request for too long: a process is stuck, and what it may
+        still write to cannot be given to anyone else."""
+        for live in self._live.values():
+            if live.phase in _WORKED_ON and now >= self._silent_until(live):
+                raise DualPathError(
+                    f"nothing was heard of request {live.id} in phase {live.phase.name} for "
+                    f"{self._config.deadlines.silence:g} s (deadlines.silence)"
+                )
 
     def _look_up(self, now: float) -> None:
         """Queues each request unless the next block of its prompt is just being written (DESIGN.md, the store)."""
@@ -257,7 +277,7 @@ class Controller:
             return False
         self._decode_turn += 1
         live.de, live.plan, live.hit, live.granted = de, plan, hit, now
-        live.pe_slots, live.de_slots, live.phase = pe_slots, de_slots, Phase.READING
+        live.pe_slots, live.de_slots, live.phase, live.heard = pe_slots, de_slots, Phase.READING, now
         self._catalog.lease(keys[:hit])
         live.leased = hit
         self._start_reading(live)
@@ -282,9 +302,9 @@ class Controller:
         ]
 
     def _start_reading(self, live: Live) -> None:
-        locations = self._catalog.locations(live.keys[: live.hit])
+        live.locations = self._catalog.locations(live.keys[: live.hit])
         reads: dict[str, list[BlockRead]] = {}
-        for key, location, ref in zip(live.keys, locations, self._hit_slots(live), strict=False):
+        for key, location, ref in zip(live.keys, live.locations, self._hit_slots(live), strict=False):
             reads.setdefault(ref.node, []).append(BlockRead(key, location, ref.slot))
         for node, blocks in reads.items():
             nbytes = len(blocks) * self._layout.full_block_bytes
@@ -299,17 +319,18 @@ class Controller:
         for key, reason in event.bad:
             # This block and all after it are computed again; one that was read and cannot be trusted is never read
             # again, one that only came too late stays.
-            live.hit = min(live.hit, live.keys.index(key))
+            block = live.keys.index(key)
+            live.hit = min(live.hit, block)
             if reason != DEADLINE:
-                live.bad.append(key)
+                live.bad.append(block)
         if not live.reading:
             self._reads_done(live)
 
     def _reads_done(self, live: Live) -> None:
         live.read = self._clock()
         self._end_leases(live)
-        for key in live.bad:
-            self._catalog.drop(key)
+        for block in live.bad:
+            self._catalog.drop(live.keys[block], live.locations[block])
         live.recomputed = live.plan.hit_blocks - live.hit
         if live.over:
             self._forget(live)
@@ -426,6 +447,7 @@ class Controller:
             # The request may be over long since: a write belongs to its key.
             self._write_back.written(event.node, event.key, event.error)
         elif (live := self._live.get(event.request)) is not None:
+            live.heard = self._clock()
             match event:
                 case BlocksRead():
                     self._on_blocks_read(live, event)

@@ -8,8 +8,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from dualpath.cluster.line import Line
 from dualpath.cluster.messages import (
     CancelRequest,
@@ -23,25 +21,18 @@ from dualpath.cluster.messages import (
     WriteBack,
 )
 from dualpath.engine.decode import DecodeEngine
-from dualpath.engine.device import Device, best_device
-from dualpath.engine.pools import DecodePool, PrefillPool
+from dualpath.engine.device import best_device
 from dualpath.engine.prefill import PrefillEngine
-from dualpath.models.card import ModelCard, open_model_dir
-from dualpath.models.memory_kv import MemoryKV, new_cache
-from dualpath.models.seam import Model, PackedBatch
-from dualpath.models.weights import load_model
-from dualpath.node.staging import slot_bytes
-from dualpath.scheduler.policy import POLICIES
-from dualpath.transfer.fabric import Fabric, Region
+from dualpath.engine.start import start_engine
+from dualpath.transfer.fabric import Region
 from dualpath.transfer.links import LinkTable
 from dualpath.transfer.memory import SharedBytes
 from dualpath.transfer.shm import ShmFabric
-from dualpath.types import DualPathError, KVDtype, Role
+from dualpath.types import DualPathError
 
 
 async def run_engine(line: Line, boot: EngineBoot, fds: Sequence[int]) -> None:
     """Serves until told to stop. Raises DualPathError when the engine cannot start."""
-    torch.set_num_threads(1)
     device = best_device()
     with contextlib.ExitStack() as stack:
         links = stack.enter_context(contextlib.closing(LinkTable.attach(fds[0], boot.rates)))
@@ -53,52 +44,20 @@ async def run_engine(line: Line, boot: EngineBoot, fds: Sequence[int]) -> None:
             fabric.register(Region(node, nbytes, memory.array))
         for fd in fds:
             os.close(fd)
-        engine = await asyncio.to_thread(_make, line, boot, device, fabric)
+        engine = await asyncio.to_thread(
+            start_engine,
+            boot.engine,
+            boot.role,
+            boot.config,
+            boot.layout,
+            Path(boot.model),
+            device,
+            fabric,
+            line.report,
+        )
         stack.callback(engine.close)
         line.report(Hello())
         await line.serve(lambda command: _handle(line, engine, command))
-
-
-def _make(line: Line, boot: EngineBoot, device: Device, fabric: Fabric) -> PrefillEngine | DecodeEngine:
-    config, layout, dtype = boot.config, boot.layout, boot.config.model.kv_dtype
-    directory = Path(boot.model)
-    card = open_model_dir(directory)
-    model = load_model(directory, card, device.torch_device, device.compute_dtype)
-    _warm_up(model, card, device)
-    if boot.role is Role.PREFILL:
-        return PrefillEngine(
-            boot.engine,
-            model,
-            PrefillPool.sized(
-                device, layout, dtype, config.prefill, POLICIES[config.policy].layers_in_flight(layout.n_layer)
-            ),
-            fabric,
-            device,
-            line.report,
-            slot_stride=slot_bytes(layout),
-            chunk_tokens=config.prefill.chunk_tokens,
-            deadline_s=config.deadlines.transfer,
-        )
-    return DecodeEngine(
-        boot.engine,
-        model,
-        DecodePool.sized(device, layout, dtype, config.decode),
-        fabric,
-        device,
-        line.report,
-        slot_stride=slot_bytes(layout),
-        max_batch=config.decode.max_batch,
-        transfer_deadline_s=config.deadlines.transfer,
-        write_back_deadline_s=config.deadlines.write_back,
-    )
-
-
-def _warm_up(model: Model, card: ModelCard, device: Device) -> None:
-    """One forward pass: mapped weights are read from disk now, not under the first request."""
-    tokens = torch.zeros(2, dtype=torch.int64, device=device.torch_device)
-    batch = PackedBatch(tokens, (0,), (2,))
-    cache = new_cache(card, KVDtype.FP32, 2).to(device.torch_device)
-    model.forward(batch, MemoryKV([cache], batch), sample=[0])
 
 
 def _handle(line: Line, engine: PrefillEngine | DecodeEngine, command: Command) -> None:

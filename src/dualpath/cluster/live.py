@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dualpath.metrics.schema import RequestRecord
 from dualpath.scheduler.load import EngineLoad
-from dualpath.types import BlockKey, DualPathError, EngineId, NodeId, ReadPlan, Request, RequestId
+from dualpath.types import BlockKey, DualPathError, EngineId, NodeId, ReadPlan, RecordLocation, Request, RequestId
 
 
 class RequestFailedError(DualPathError):
@@ -74,7 +74,9 @@ class Live:
     hit: int = 0
     leased: int = 0
     reading: dict[NodeId, int] = field(default_factory=dict)
-    bad: list[BlockKey] = field(default_factory=list)
+    locations: list[RecordLocation] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    heard: float = 0.0
     pe_slots: list[int] = field(default_factory=list)
     de_slots: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)

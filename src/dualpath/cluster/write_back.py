@@ -50,7 +50,6 @@ class WriteBackDesk:
         self._granted: dict[tuple[RequestId, int], _Claim] = {}
         self._writing: dict[BlockKey, _Claim] = {}
         self._refused: list[Answer] = []
-        self.dropped = 0
 
     @property
     def taken(self) -> int:
@@ -81,8 +80,6 @@ class WriteBackDesk:
         """Block `block` of `request` is full. The answer comes out of `answers`."""
         location = self._catalog.claim(key, parent, node)
         if isinstance(location, Refusal):
-            if location not in (Refusal.STORED, Refusal.PENDING):
-                self.dropped += 1
             self._refused.append(Answer(engine, request, block, None))
             return
         self._waiting[request, block] = _Claim(
@@ -120,7 +117,6 @@ class WriteBackDesk:
         assert claim.slot is not None
         self._pools[node].give_back([claim.slot])
         if error:
-            self.dropped += 1
             self._abandon(key)
         else:
             self._catalog.publish(key)
@@ -145,7 +141,6 @@ class WriteBackDesk:
 
     def _refuse(self, claim: _Claim) -> None:
         del self._waiting[claim.request, claim.block]
-        self.dropped += 1
         self._refused.append(Answer(claim.engine, claim.request, claim.block, None))
 
     def _abandon(self, key: BlockKey) -> None:

@@ -20,6 +20,10 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What our decoder computes. All are dense decoders with grouped-query attention and a gated SiLU MLP."""
 
 
+MOST_LAYERS = 1000
+"""More than any model has; a config.json that asks for more is damaged."""
+
+
 class Llama3Rope(msgspec.Struct, frozen=True):
     """RoPE scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between blended."""
 
@@ -134,7 +138,7 @@ def read_card(directory: Path) -> ModelCard:
     rope_theta, rope_scaling = config.rope()
     return ModelCard(
         architecture=architecture,
-        n_layer=config.positive("num_hidden_layers"),
+        n_layer=config.positive("num_hidden_layers", most=MOST_LAYERS),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
@@ -189,12 +193,12 @@ class _Config:
     def get(self, key: str) -> Any:
         return self._data.get(key)
 
-    def positive(self, key: str, default: int | None = None) -> int:
+    def positive(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(self._wrong(key, value, "an integer of at least 1"))
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(self._wrong(key, value, f"an integer from 1 to {most}"))
         return value
 
     def number(self, key: str, within: dict[str, Any] | None = None) -> float:

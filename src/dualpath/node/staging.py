@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dualpath.config import NodeSection
 from dualpath.layout import Bytes, KVLayout
-from dualpath.store.format import slot_bytes as slot_bytes  # the stride of slots: a Full Block in whole pages
+from dualpath.store.format import slot_bytes
 from dualpath.transfer.memory import SharedBytes
 from dualpath.types import BadInputError, Role
 from dualpath.units import format_size

@@ -1,5 +1,5 @@
-"""What the scheduler sees of the cluster. The caller owns these values and updates them; the scheduler only reads
-them, so that every decision is a function of its arguments (DESIGN.md, idea 4)."""
+"""What the scheduler sees of the cluster. The caller owns these values; placing counts in the loads that it is given,
+and nothing is kept anywhere else, so that every decision is a function of its arguments (DESIGN.md, idea 4)."""
 
 from __future__ import annotations
 

@@ -198,12 +198,15 @@ class Catalog:
         self._segments.disown(writer)
         return gone
 
-    def drop(self, key: BlockKey) -> None:
+    def drop(self, key: BlockKey, location: RecordLocation | None = None) -> None:
         """The record of a published block is bad: it is never read again, nor is its slot used before the root is
-        opened anew. Its children become orphans, found again if the block is rewritten. Unknown keys are ignored:
-        two readers may report the same record."""
+        opened anew. Its children become orphans, found again if the block is rewritten. Unknown keys, and blocks that
+        do not lie at `location` (any more), are ignored: two readers may report the same record, one of them after
+        the block has been written anew."""
         row = self._index.row(key)
         if row == NONE or self._index.state.item(row) != State.PUBLISHED:
+            return
+        if location is not None and location != self._location(row):
             return
         if leases := self._index.leases.item(row):
             self._lost_leases[key] += leases

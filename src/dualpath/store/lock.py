@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -14,8 +15,14 @@ LOCK_NAME = "owner.lock"
 def lock_owner(root: Path) -> int:
     """Makes this process the owner; returns the descriptor that holds the lock. Raises BadInputError, with the
     owner's pid, when there is one."""
-    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-    _lock(fd, fcntl.LOCK_EX, root)
+    path = root / LOCK_NAME
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(fd, fcntl.LOCK_EX, root)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                break
+        os.close(fd)  # its last owner has just removed it: whoever locks that file locks nothing
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd

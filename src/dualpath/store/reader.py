@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualpath.layout import KVLayout
-from dualpath.store.format import PAGE, Geometry, record_fault
-from dualpath.store.format import slot_bytes as slot_bytes  # whoever reads needs it, for its buffers
+from dualpath.store.format import PAGE, Geometry, record_fault, slot_bytes
 from dualpath.store.segment_file import SegmentFiles, open_segment
 from dualpath.types import BlockRead, DualPathError
 

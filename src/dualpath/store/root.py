@@ -63,12 +63,15 @@ class Space:
 class StoreRoot:
     """An open root and its catalog. Made by `open`; a context manager."""
 
-    def __init__(self, namespace_dir: Path, catalog: Catalog, segment_slots: int, lock: int) -> None:
+    def __init__(
+        self, namespace_dir: Path, catalog: Catalog, segment_slots: int, lock: int, undo: contextlib.ExitStack
+    ) -> None:
         self.namespace_dir = namespace_dir
         self.catalog = catalog
         self.segment_slots = segment_slots
         """Records in a new segment: what `RecordWriter` takes."""
         self._lock = lock
+        self._undo = undo
 
     @classmethod
     def open(cls, root: Path, fingerprint: ModelFingerprint, capacity: int, segment: int, writers: int) -> StoreRoot:
@@ -80,9 +83,11 @@ class StoreRoot:
         geometry = Geometry.fit(fingerprint.layout, segment, capacity, writers)
         with contextlib.ExitStack() as undo:
             try:
-                _make_root(root, undo)
+                fresh = _make_root(root, undo)
                 lock = lock_owner(root)
                 undo.callback(os.close, lock)
+                if fresh:  # removed with the lock still held: nobody else's file
+                    undo.callback((root / LOCK_NAME).unlink, missing_ok=True)
                 return cls._open(root, fingerprint, capacity, geometry, lock, undo)
             except OSError as error:
                 raise BadInputError(f"store root {root} cannot be used: {error.strerror or error}") from error
@@ -113,8 +118,13 @@ class StoreRoot:
             stored=gather(kept, scan.leftovers, evicted),
         )
         os.utime(directory / NAMESPACE_FILE)
-        undo.pop_all()
-        return cls(directory, catalog, geometry.slots, lock)
+        return cls(directory, catalog, geometry.slots, lock, undo.pop_all())
+
+    def abandon(self) -> None:
+        """Gives up a root that was opened and not used: what opening made is removed again, if nothing was added."""
+        if self._lock >= 0:
+            self._lock = -1
+            self._undo.close()
 
     def close(self) -> None:
         """Gives the root up. Its files stay."""
@@ -170,7 +180,8 @@ def disk_usage(path: Path) -> int:
     return total
 
 
-def _make_root(root: Path, undo: contextlib.ExitStack) -> None:
+def _make_root(root: Path, undo: contextlib.ExitStack) -> bool:
+    """Makes the directory if it is not there. True: it has no lock file yet."""
     if root.exists() and not root.is_dir():
         raise BadInputError(f"store root {root} is a file, a directory is needed")
     for path in reversed(list(_missing(root))):
@@ -178,10 +189,11 @@ def _make_root(root: Path, undo: contextlib.ExitStack) -> None:
         undo.callback(_remove_directory, path)
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         raise BadInputError(f"store root {root} is not writable: change its permissions or use another root")
-    if not (root / LOCK_NAME).exists():
-        if stranger := next(root.iterdir(), None):
-            raise BadInputError(f"store root {root} holds {stranger.name!r} and is no store: use an empty directory")
-        undo.callback((root / LOCK_NAME).unlink, missing_ok=True)
+    if (root / LOCK_NAME).exists():
+        return False
+    if stranger := next(root.iterdir(), None):
+        raise BadInputError(f"store root {root} holds {stranger.name!r} and is no store: use an empty directory")
+    return True
 
 
 def _make_namespace(directory: Path, fingerprint: ModelFingerprint, undo: contextlib.ExitStack) -> None:
