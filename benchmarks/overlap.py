@@ -6,7 +6,8 @@ stand still for the first layer's load alone.
 
 On the DE path the prefill engine's CNIC write carries the loads and its CNIC read only the new KV. On the PE path its
 CNIC read carries each byte twice, as a load from its own DRAM and as the push to the decode node, so a layer takes
-twice as long as computing and half of it cannot hide: that is the paper's condition "PE CNIC read: 2 B s / g <= B".
+twice as long as computing and half of it cannot hide: that is the paper's condition "PE CNIC read: 2 B s / g <= B". So
+the PE path is measured at twice the rate as well, where a layer's transfers do take as long as its computing.
 """
 
 from __future__ import annotations
