@@ -41,6 +41,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (("demo", "--agents", "0"), ("--agents", "'0'", "1 to")),
         (("demo", "--agents", "many"), ("--agents", "'many'", "1 to")),
+        (("demo", "--agents", "9" * 5000), ("--agents", "1 to")),
+        (("demo", "--agents", "1000"), ("--agents is 1000", "at most 256")),
+        (("demo", "--snic", "1B/s"), ("--snic is 1 bytes/s", "at least")),
+        (("demo", "--store", ""), ("--store is empty",)),
+        (("demo", "--model", ""), ("--model is empty",)),
         (("demo", "--turns", "-3"), ("--turns", "'-3'")),
         (("demo", "--append", "1.5"), ("--append", "'1.5'")),
         (("demo", "--generate", ""), ("--generate", "''")),

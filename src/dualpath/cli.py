@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from dualpath import __version__
 from dualpath.config import BUNDLED_MODEL
 from dualpath.metrics.schema import RunSummary
 from dualpath.store.verify import stat, verify
-from dualpath.types import BadInputError, DualPathError, Policy
+from dualpath.types import BadInputError, DualPathError, Policy, Role
 from dualpath.units import format_size, parse_rate
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ MOST = 10_000
 def _count(value: str | int) -> int:
     """A whole number of at least 1. Typer passes defaults through here as well."""
     text = str(value)
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= MOST):
-        raise typer.BadParameter(f"{text!r}, a whole number from 1 to {MOST} is needed")
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and 0 < int(text) <= MOST):
+        raise typer.BadParameter(f"{text[:20]!r}, a whole number from 1 to {MOST} is needed")
     return int(text)
 
 
@@ -207,6 +208,12 @@ def _conclusions(result: DemoResult, base: RunSummary) -> Iterator[str]:
             f"(R = {format_size(result.hit_bytes or 0)} of hits read under basic, "
             f"S = {format_size(emulated.snic_bytes_per_s)}/s, C = {result.oracle_jct_s:.1f} s without waiting)."
         )
+    dual = result.runs.get(Policy.DUALPATH)
+    if dual is not None and not any(node.snic_write_bytes for node in dual.node if node.role is Role.DECODE):
+        yield (
+            "dualpath read nothing over the decode node: with so few agents no request finds the prefill node's read "
+            "queue busy. More --agents show the second path."
+        )
     if result.compute_bound:
         yield (
             "This run was compute-bound: two storage NICs deliver faster than the engines compute. For a fair look at "
@@ -237,6 +244,9 @@ def _print_json(value: msgspec.Struct) -> None:
 
 def main() -> None:
     """Runs a command; every error that is the user's to mend is one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without box-drawing characters still gets the table
     try:
         code = app(standalone_mode=False)
     except BadInputError as error:

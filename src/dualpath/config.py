@@ -126,8 +126,8 @@ class ClusterConfig(_Strict, frozen=True):
     emulate: EmulateSection = EmulateSection()
 
     def __post_init__(self) -> None:
-        if not self.store.root.strip():
-            raise ValueError("store.root is empty, a directory is needed")
+        if not self.store.root.strip() or "\0" in self.store.root:
+            raise ValueError(f"store.root is {self.store.root!r}, a directory is needed")
         names = [node.name for node in self.node]
         for name in names:
             if names.count(name) > 1:

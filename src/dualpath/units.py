@@ -34,7 +34,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise BadInputError(f"{text!r} is not a size; write it like 64MB, 80GB or 1GiB")
-    return round(_number(match[1]) * _factor(match[2]))
+    size = round(_number(match[1]) * _factor(match[2]))
+    if size >= 2**63:
+        raise BadInputError(f"{text!r} is not a size that a file can have")
+    return size
 
 
 def parse_rate(text: str) -> float:

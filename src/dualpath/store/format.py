@@ -96,7 +96,7 @@ class Geometry(msgspec.Struct, frozen=True):
         several, so that one that changes hands is a small share.
 
         Raises BadInputError when not even one record fits."""
-        limit = min(segment, (capacity - ROOT_OVERHEAD) // (4 * writers))
+        limit = min(segment, max(capacity - ROOT_OVERHEAD, 0) // (4 * writers))
         one = cls.of(layout, 1)
         slots = max(limit - one.reserved_bytes, 0) // one.record_bytes + 1
         while slots > 1 and cls.of(layout, slots).reserved_bytes > limit:
