@@ -92,7 +92,7 @@ def test_bad_models_are_one_line(tiny: Path, tmp_path: Path) -> None:
 def test_contexts_that_the_model_does_not_take_are_one_line(tiny: Path) -> None:
     done = dualpath("demo", "--model", tiny, "--turns", "500")
     assert_bad_input(done, "--turns 500", "4096")
-    assert_bad_input(dualpath("demo", "--model", tiny, "--turns", "1000", "--append", "1000000"), "4096")
+    assert_bad_input(dualpath("demo", "--model", tiny, "--turns", "10000", "--append", "10000"), "4096")
 
 
 def test_bad_stores_are_one_line(tiny: Path, tmp_path: Path) -> None:
