@@ -49,7 +49,7 @@ def test_a_fitting_segment_is_the_largest_within_the_limit(
     layers: int, tokens: int, segment: int, capacity: int, writers: int
 ) -> None:
     layout = KVLayout(layers, 8, tokens)
-    limit = min(segment, (capacity - ROOT_OVERHEAD) // (4 * writers))
+    limit = min(segment, max(capacity - ROOT_OVERHEAD, 0) // (4 * writers))
     one = Geometry.of(layout, 1).reserved_bytes
     if one > limit:
         with pytest.raises(BadInputError, match=rf"{layout.full_block_bytes} bytes .* {one} bytes.* {limit} "):
