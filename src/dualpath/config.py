@@ -78,8 +78,16 @@ class PrefillSection(_Strict, frozen=True):
     """Most new tokens of one forward pass; a prompt with more is prefilled in chunks."""
 
     def pool_tokens(self, layout: KVLayout, layers_in_flight: int) -> int:
-        """Tokens (cached and new together) that fit the device memory when it keeps `layers_in_flight` layers."""
-        return min(self.batch_tokens, self.kv_memory // (layers_in_flight * layout.token_bytes))
+        """Tokens (cached and new together) that fit the device memory when it keeps `layers_in_flight` layers.
+
+        Raises BadInputError, with both sizes, when it does not hold one."""
+        token = layers_in_flight * layout.token_bytes
+        if self.kv_memory < token:
+            raise BadInputError(
+                f"prefill.kv_memory is {self.kv_memory} bytes, less than one token of {layers_in_flight} layers "
+                f"({token} bytes)"
+            )
+        return min(self.batch_tokens, self.kv_memory // token)
 
 
 class DecodeSection(_Strict, frozen=True):
@@ -87,6 +95,13 @@ class DecodeSection(_Strict, frozen=True):
     """Bytes of device memory for KV."""
     max_batch: int = 32
     """Most requests that decode together."""
+
+    def pool_blocks(self, layout: KVLayout) -> int:
+        """Blocks that fit the device memory. Raises BadInputError, with both sizes, when it does not hold one."""
+        block = layout.full_block_bytes
+        if self.kv_memory < block:
+            raise BadInputError(f"decode.kv_memory is {self.kv_memory} bytes, less than one block ({block} bytes)")
+        return self.kv_memory // block
 
 
 class DeadlineSection(_Strict, frozen=True):
@@ -156,21 +171,6 @@ class ClusterConfig(_Strict, frozen=True):
         for name in DeadlineSection.__struct_fields__:
             if getattr(self.deadlines, name) <= 0:
                 raise ValueError(f"deadlines.{name} is {getattr(self.deadlines, name)} s, it must be above 0")
-
-    def check_pools(self, layout: KVLayout, layers_in_flight: int) -> None:
-        """Raises BadInputError, with both sizes, when an engine's device memory does not hold the least that it
-        needs: a token of the layers in flight, or a block."""
-        token = layers_in_flight * layout.token_bytes
-        if self.prefill.kv_memory < token:
-            raise BadInputError(
-                f"prefill.kv_memory is {self.prefill.kv_memory} bytes, less than one token of {layers_in_flight} "
-                f"layers ({token} bytes)"
-            )
-        if self.decode.kv_memory < layout.full_block_bytes:
-            raise BadInputError(
-                f"decode.kv_memory is {self.decode.kv_memory} bytes, less than one block ({layout.full_block_bytes} "
-                "bytes)"
-            )
 
     def nodes(self, role: Role) -> list[NodeSection]:
         return [node for node in self.node if node.role is role]

@@ -88,7 +88,9 @@ class Cluster:
         up."""
         model = await asyncio.to_thread(ServedModel.open, config)
         slots = {node.name: staging_slots(node, model.layout) for node in config.node}
-        config.check_pools(model.layout, POLICIES[config.policy].layers_in_flight(model.layout.n_layer))
+        # The engines would refuse pools that hold nothing, too, but only after the store has been made.
+        config.prefill.pool_tokens(model.layout, POLICIES[config.policy].layers_in_flight(model.layout.n_layer))
+        config.decode.pool_blocks(model.layout)
         store_root = Path(config.store.root)
         writers = len(config.nodes(Role.DECODE))
         with (

@@ -96,7 +96,7 @@ class Controller:
             {node: SlotPool(request, extra) for node, (request, extra) in staging_slots.items()},
             config.deadlines.write_back,
         )
-        self._device_tokens = config.decode.kv_memory // layout.full_block_bytes * layout.block_tokens
+        self._device_tokens = config.decode.pool_blocks(layout) * layout.block_tokens
         self._prefill = self._loads(Role.PREFILL, 0)
         self._decode = self._loads(Role.DECODE, self._device_tokens)
         self._queues = ReadQueues({node.name: 0 for node in config.node})

@@ -19,7 +19,7 @@ from dualpath.engine.device import Device
 from dualpath.layout import KVLayout
 from dualpath.models.memory_kv import torch_dtype
 from dualpath.transfer.fabric import Region
-from dualpath.types import BadInputError, KVDtype
+from dualpath.types import KVDtype
 
 
 class PrefillPool:
@@ -45,11 +45,6 @@ class PrefillPool:
 
         Raises BadInputError when the memory does not hold one token."""
         tokens = section.pool_tokens(layout, layers_in_flight)
-        if tokens < 1:
-            raise BadInputError(
-                f"prefill.kv_memory is {section.kv_memory} bytes, less than one token of {layers_in_flight} "
-                f"layers ({layers_in_flight * layout.token_bytes} bytes)"
-            )
         return cls(device, layout, kv_dtype, layers_in_flight, tokens)
 
     def region(self, name: str) -> Region:
@@ -116,12 +111,7 @@ class DecodePool:
     @classmethod
     def sized(cls, device: Device, layout: KVLayout, kv_dtype: KVDtype, section: DecodeSection) -> DecodePool:
         """The pool that `section.kv_memory` allows. Raises BadInputError when it does not hold one block."""
-        blocks = section.kv_memory // layout.full_block_bytes
-        if blocks < 1:
-            raise BadInputError(
-                f"decode.kv_memory is {section.kv_memory} bytes, less than one block ({layout.full_block_bytes} bytes)"
-            )
-        return cls(device, layout, kv_dtype, blocks)
+        return cls(device, layout, kv_dtype, section.pool_blocks(layout))
 
     def region(self, name: str) -> Region:
         return Region(name, self.nbytes, self._memory)
