@@ -24,6 +24,15 @@ staging = "64MB"
 name = "d0"
 role = "decode"
 engines = 2
+group = "left"
+snic = "20MB/s"
+[[node]]
+name = "d1"
+role = "decode"
+[scheduler]
+quota = "200ms"
+[decode]
+expected_output = "1K"
 [prefill]
 chunk_tokens = "1K"
 batch_tokens = 4096
@@ -40,7 +49,14 @@ def test_values_come_in_base_units() -> None:
     assert config.policy is Policy.BASIC
     assert config.store.capacity == 10**9
     assert config.section("p0").staging == 64 * 10**6
-    assert config.engines(Role.DECODE) == ["d0.0", "d0.1"]
+    assert config.engines(Role.DECODE) == ["d0.0", "d0.1", "d1.0"]
+    assert {group: [node.name for node in nodes] for group, nodes in config.groups(Role.DECODE).items()} == {
+        "left": ["d0"],
+        "decode": ["d1"],
+    }
+    assert (config.section("d0").snic, config.section("d1").snic) == (20e6, None)
+    assert (config.scheduler.alpha, config.scheduler.beta, config.scheduler.quota) == (3.0, 5.0, 0.2)
+    assert config.decode.expected_output == 1024
     assert config.prefill.chunk_tokens == 1024
     assert config.emulate.snic == 40e6
     assert config.emulate.cnic == 50e9
@@ -78,8 +94,11 @@ def test_a_config_travels_as_a_message() -> None:
         (('"d0"', '"p0"'), ["'p0' is used 2 times"]),
         (('"d0"', '"d.0"'), ["'d.0'", "must not"]),
         (('role = "decode"', 'role = "prefill"'), ["no node has role 'decode'"]),
+        (('group = "left"', 'group = "prefill"'), ["node d0", "'prefill' has nodes of both roles"]),
+        (('quota = "200ms"', 'quota = "0s"'), ["scheduler.quota is 0.0 s", "above 0"]),
+        (('expected_output = "1K"', "expected_output = 0"), ["decode.expected_output is 0", "at least 1"]),
         (("batch_tokens = 4096", "batch_tokens = 512"), ["chunk_tokens is 1024", "batch_tokens (512)"]),
-        (('policy = "basic"', 'policy = "oracle"'), ["'oracle'", "emulate.snic", "contradict"]),
+        (('policy = "basic"', 'policy = "oracle"'), ["'oracle'", "emulated rates", "contradict"]),
         (('staging = "64MB"', 'write_back = "64MB"'), ["node p0: write_back is 64000000", "decode nodes"]),
         (("engines = 2", "write_back = 64"), ["node.write_back = 64", "with its unit"]),
         (('snic = "40MB/s"', 'snic = "0MB/s"'), ["emulate.snic", "above zero"]),

@@ -24,11 +24,13 @@ MAY_IMPORT = {
     "models": {"types", "layout"},
     "engine": CORE | {"scheduler", "store", "transfer", "models"},
     "node": {"types", "layout", "config", "units", "store", "transfer"},
-    "workload": {"types"},
+    "workload": {"types", "units"},
+    "planner": {"types", "layout", "config", "paths"},
     "metrics": {"types"},
-    "cluster": ABOVE | {"workload"},
+    "cluster": ABOVE | {"workload", "planner"},
     "demo": ABOVE | {"workload", "cluster"},
-    "cli": ABOVE | {"workload", "cluster", "demo"},
+    "bench": ABOVE | {"workload", "cluster"},
+    "cli": ABOVE | {"workload", "cluster", "demo", "bench"},
 }
 """For each room, the rooms it may import besides itself."""
 
@@ -76,8 +78,8 @@ def test_controller_and_nodes_run_without_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-CORE_MODULES = ["types", "units", "layout", "config", "paths", "scheduler.place", "scheduler.pack"]
-CORE_MODULES += ["scheduler.read_plan", "store.root", "store.verify", "workload.agents", "workload.coding"]
+CORE_MODULES = ["types", "units", "layout", "config", "paths", "planner", "scheduler.scheduler", "scheduler.pack"]
+CORE_MODULES += ["scheduler.read_plan", "store.root", "store.verify", "workload.agents", "workload.replay"]
 CORE_MODULES += ["metrics.summary", "cli"]
 
 

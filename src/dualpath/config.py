@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dualpath.layout import KVLayout
-from dualpath.types import BadInputError, EngineId, KVDtype, NodeId, Policy, Role
+from dualpath.types import BadInputError, EngineId, GroupId, KVDtype, NodeId, Policy, Role
 from dualpath.units import parse_rate, parse_seconds, parse_size, parse_tokens
 
 
@@ -38,6 +38,8 @@ class ModelSection(_Strict, frozen=True):
 
 class StoreSection(_Strict, frozen=True):
     root: str
+    enabled: bool = True
+    """Whether KV is kept: without it nothing is looked up and nothing is written."""
     capacity: int = 4 * 10**9
     """Bytes: a hard cap on everything under the root."""
     segment: int = 256 * 10**6
@@ -52,6 +54,10 @@ class NodeSection(_Strict, frozen=True):
     """Bytes of staging memory for requests (the paper's PE and DE buffer)."""
     write_back: int | None = None
     """Bytes of staging memory that belong to write-back alone; decode nodes only, 64 MB by default."""
+    snic: float | None = None
+    """Emulated rate of this node's storage NIC, bytes/s, where it differs from `emulate.snic`."""
+    group: GroupId = ""
+    """Which group the node's engines belong to; without a name, all such nodes of a role form one."""
 
     def __post_init__(self) -> None:
         if self.role is Role.PREFILL and self.write_back is not None:
@@ -62,6 +68,10 @@ class NodeSection(_Strict, frozen=True):
         if self.role is Role.PREFILL:
             return 0
         return 64 * 10**6 if self.write_back is None else self.write_back
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.group or self.role.value
 
     @property
     def engine_ids(self) -> list[EngineId]:
@@ -95,6 +105,9 @@ class DecodeSection(_Strict, frozen=True):
     """Bytes of device memory for KV."""
     max_batch: int = 32
     """Most requests that decode together."""
+    expected_output: int | None = None
+    """Tokens of output for which a request gets device memory before it starts; it grows from there by blocks, and when
+    there are none left the newest request gives way. None: all of its max_tokens, so that none ever does."""
 
     def pool_blocks(self, layout: KVLayout) -> int:
         """Blocks that fit the device memory. Raises BadInputError, with both sizes, when it does not hold one."""
@@ -102,6 +115,18 @@ class DecodeSection(_Strict, frozen=True):
         if self.kv_memory < block:
             raise BadInputError(f"decode.kv_memory is {self.kv_memory} bytes, less than one block ({block} bytes)")
         return self.kv_memory // block
+
+
+class SchedulerSection(_Strict, frozen=True):
+    """The constants of PAPER.md, "PE scheduling" and "Within a PE", as times; a profile of the machine turns them into
+    tokens."""
+
+    alpha: float = 3.0
+    """Seconds of reading in a node's queue above which its prefill engines come second."""
+    beta: float = 5.0
+    """Seconds of prefill work above which an engine is given no more."""
+    quota: float = 0.3
+    """Seconds of predicted attention time of one prefill batch."""
 
 
 class DeadlineSection(_Strict, frozen=True):
@@ -137,6 +162,7 @@ class ClusterConfig(_Strict, frozen=True):
     policy: Policy = Policy.DUALPATH
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
+    scheduler: SchedulerSection = SchedulerSection()
     deadlines: DeadlineSection = DeadlineSection()
     emulate: EmulateSection = EmulateSection()
 
@@ -161,22 +187,37 @@ class ClusterConfig(_Strict, frozen=True):
         ):
             if value < 1:
                 raise ValueError(f"{where} is {value}, at least 1 is needed")
-        if self.policy is Policy.ORACLE and (self.emulate.snic or self.emulate.cnic):
-            raise ValueError("policy is 'oracle', which waits for no link: emulate.snic and emulate.cnic contradict it")
+        slow = self.emulate.snic or self.emulate.cnic or any(node.snic for node in self.node)
+        if self.policy is Policy.ORACLE and slow:
+            raise ValueError("policy is 'oracle', which waits for no link: emulated rates contradict it")
+        roles: dict[GroupId, Role] = {}
+        for node in self.node:
+            if roles.setdefault(node.group_id, node.role) is not node.role:
+                raise ValueError(f"node {node.name}: group {node.group_id!r} has nodes of both roles, it must have one")
         if self.prefill.chunk_tokens > self.prefill.batch_tokens:
             raise ValueError(
                 f"prefill.chunk_tokens is {self.prefill.chunk_tokens}, more than "
                 f"prefill.batch_tokens ({self.prefill.batch_tokens})"
             )
-        for name in DeadlineSection.__struct_fields__:
-            if getattr(self.deadlines, name) <= 0:
-                raise ValueError(f"deadlines.{name} is {getattr(self.deadlines, name)} s, it must be above 0")
+        if self.decode.expected_output is not None and self.decode.expected_output < 1:
+            raise ValueError(f"decode.expected_output is {self.decode.expected_output}, at least 1 is needed")
+        for section, where in ((self.deadlines, "deadlines"), (self.scheduler, "scheduler")):
+            for name in section.__struct_fields__:
+                if getattr(section, name) <= 0:
+                    raise ValueError(f"{where}.{name} is {getattr(section, name)} s, it must be above 0")
 
     def nodes(self, role: Role) -> list[NodeSection]:
         return [node for node in self.node if node.role is role]
 
     def engines(self, role: Role) -> list[EngineId]:
         return [engine for node in self.nodes(role) for engine in node.engine_ids]
+
+    def groups(self, role: Role) -> dict[GroupId, list[NodeSection]]:
+        """The nodes of each group of `role`, in the file's order."""
+        groups: dict[GroupId, list[NodeSection]] = {}
+        for node in self.nodes(role):
+            groups.setdefault(node.group_id, []).append(node)
+        return groups
 
     def section(self, name: NodeId) -> NodeSection:
         return next(node for node in self.node if node.name == name)
@@ -187,14 +228,20 @@ _UNITS: Mapping[str, Callable[[str], float]] = {
     "store.segment": parse_size,
     "node.staging": parse_size,
     "node.write_back": parse_size,
+    "node.snic": parse_rate,
     "prefill.kv_memory": parse_size,
     "prefill.batch_tokens": parse_tokens,
     "prefill.chunk_tokens": parse_tokens,
     "decode.kv_memory": parse_size,
+    "decode.expected_output": parse_tokens,
     "emulate.snic": parse_rate,
     "emulate.cnic": parse_rate,
     **{f"deadlines.{name}": parse_seconds for name in DeadlineSection.__struct_fields__},
+    **{f"scheduler.{name}": parse_seconds for name in SchedulerSection.__struct_fields__},
 }
+
+_TOKENS = frozenset({"prefill.batch_tokens", "prefill.chunk_tokens", "decode.expected_output"})
+"""Counts, which may be written without a unit."""
 
 
 def load(path: Path) -> ClusterConfig:
@@ -250,7 +297,7 @@ def _value(raw: Any, hint: Any, path: str) -> Any:
         return tuple(_section(item, NodeSection, path) for item in raw)
     if path in _UNITS:
         if not isinstance(raw, str):
-            if path.endswith("_tokens") and isinstance(raw, int) and not isinstance(raw, bool):
+            if path in _TOKENS and isinstance(raw, int) and not isinstance(raw, bool):
                 return raw
             raise BadInputError(f"{path} = {raw!r}: write a string with its unit, such as {_EXAMPLE[_UNITS[path]]}")
         try:

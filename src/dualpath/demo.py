@@ -30,6 +30,7 @@ from dualpath.models.tokenizer import load_tokenizer
 from dualpath.store.format import slot_bytes
 from dualpath.types import BadInputError, Policy, Role, Trajectory
 from dualpath.units import format_size
+from dualpath.workload.agents import FreeRunning
 from dualpath.workload.coding import coding_agents
 
 CNIC_PER_SNIC = 8
@@ -132,7 +133,7 @@ async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
         for policy in options.modes:
             root = (memory if policy is Policy.ORACLE else disk) / policy.value
             _copy_store(disk / "warm-up", root)
-            done = await replay(demo_config(options, card, root, policy, longest), rest, report)
+            done = await _replay(demo_config(options, card, root, policy, longest), rest, report)
             runs[policy] = done.summary
             dropped += done.dropped_writes
             shutil.rmtree(root)
@@ -222,7 +223,12 @@ async def _warm_up(
     """The first turn of each agent, with links without limits: it fills the store."""
     config = demo_config(options, card, root, Policy.ORACLE, context)
     first = [Trajectory(t.session, t.turns[:1]) for t in trajectories]
-    return await replay(config, first, report, stage="warm-up")
+    return await _replay(config, first, report, stage="warm-up")
+
+
+async def _replay(config: ClusterConfig, work: Sequence[Trajectory], report: Report, stage: str = "") -> Replay:
+    turns = sum(len(trajectory.turns) for trajectory in work)
+    return await replay(config, [FreeRunning(trajectory) for trajectory in work], report, stage, turns=turns)
 
 
 def _compare(options: DemoOptions, runs: dict[Policy, RunSummary], warm_up_s: float, dropped_writes: int) -> DemoResult:

@@ -14,6 +14,8 @@ NodeId = str
 """Name of a node, as in the cluster file: `p0`, `d0`."""
 EngineId = str
 """`<node>.<index>`: `p0.0` is the first engine of node `p0`."""
+GroupId = str
+"""Engines of one kind on whole nodes; its first engine is the leader, which fetches work for all of them."""
 RequestId = int
 LinkId = str
 """One direction of one NIC, or one node's DRAM: `p0/snic.write`, `p0.0/cnic.read`, `p0/dram`."""
@@ -41,7 +43,9 @@ class Policy(enum.StrEnum):
     BASIC = "basic"
     LAYERWISE = "layerwise"
     PE_SCHEDULED = "pe-scheduled"
+    DUALPATH_RR = "dualpath-rr"
     DUALPATH = "dualpath"
+    SPLIT = "split"
     ORACLE = "oracle"
 
 
@@ -101,7 +105,9 @@ class ReadPlan(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """One turn: a prompt to continue.
 
-    `salt` separates tenants: equal tokens under different salts have different keys."""
+    `salt` separates tenants: equal tokens under different salts have different keys. `turn`: the number of the turn in
+    its session. `forced`: a teacher-forced replay; these `max_tokens` tokens go into context and KV instead of the
+    model's own, which are only reported, each with its margin (CLI.md, `argmax_agreement`)."""
 
     id: RequestId
     session: str
@@ -109,8 +115,15 @@ class Request(msgspec.Struct, frozen=True):
     max_tokens: int
     stop_tokens: tuple[int, ...] = ()
     salt: bytes = b""
+    turn: int = 0
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.forced and (len(self.forced) != self.max_tokens or self.stop_tokens):
+            raise ValueError(
+                f"request {self.id}: {len(self.forced)} forced tokens and {len(self.stop_tokens)} stop tokens; a "
+                f"forced reply has max_tokens ({self.max_tokens}) of the first and none of the second"
+            )
         if not self.prompt:
             raise ValueError(f"request {self.id}: the prompt is empty, at least one token is needed")
         if self.max_tokens < 1:
@@ -187,15 +200,20 @@ class PrefillJob(msgspec.Struct, frozen=True):
 class DecodeJob(msgspec.Struct, frozen=True):
     """A prefilled request, whose prompt's KV lies complete in `slots` of the decode engine's own node.
 
-    Blocks before `hit_blocks` are in the store already; the others are persisted as they are, or become, full."""
+    Blocks before `hit_blocks` are in the store already; the others are persisted as they are, or become, full.
+    `device_blocks`: blocks of device memory that it is granted, for the prompt and the output expected of it; a
+    request that outgrows them asks for more (`BlockNeeded`). `first_token` is the first token of the context after the
+    prompt. `forced`: the tokens of a teacher-forced reply after the first one; empty when the model's own are taken."""
 
     request: RequestId
     prompt_tokens: int
     hit_blocks: int
     slots: tuple[int, ...]
+    device_blocks: int
     first_token: int
     max_tokens: int
     stop_tokens: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
 
 
 # --- Events: what nodes and engines report to the controller ------------------------------------------------
@@ -221,6 +239,14 @@ class BlocksRead(Event, frozen=True):
     cancelled: bool = False
 
 
+class ReadProgress(Event, frozen=True):
+    """A node has read `nbytes` more of a request's blocks, good or bad. The last bytes come with BlocksRead, which
+    says how many there were in all."""
+
+    node: NodeId
+    nbytes: int
+
+
 class BlockWritten(Event, frozen=True):
     """A node has written a block (`error` is empty) or could not."""
 
@@ -232,13 +258,15 @@ class BlockWritten(Event, frozen=True):
 
 class Prefilled(Event, frozen=True):
     """A prefill engine is through with a request: the prompt's KV is complete in the decode node's slots, none of
-    its slots will be touched again. `chunks` are the miss tokens of each chunk, `compute_s` the forward passes'
-    time, `blocked_s` the time that computing stood still for KV."""
+    its slots will be touched again. `first_token` is the model's, `margin` its logit's lead over the second best.
+    `chunks` are the miss tokens of each chunk, `compute_s` the forward passes' time, `blocked_s` the time that
+    computing stood still for KV."""
 
     first_token: int
     chunks: tuple[int, ...]
     compute_s: float
     blocked_s: float
+    margin: float
 
 
 class PrefillEnded(Event, frozen=True):
@@ -254,10 +282,17 @@ class Admitted(Event, frozen=True):
 
 
 class TokensOut(Event, frozen=True):
-    """Generated tokens, in order. `finished`: these are the last ones."""
+    """The model's own tokens, in order, with the lead of each one's logit over the second best. `finished`: these are
+    the last ones. Under a forced reply they are what the model would have said."""
 
     tokens: tuple[int, ...]
+    margins: tuple[float, ...]
     finished: bool = False
+
+
+class BlockNeeded(Event, frozen=True):
+    """The request is about to outgrow its device blocks and goes on only with one more. Sent once for each block, when
+    its last block begins to be filled."""
 
 
 class BlockFull(Event, frozen=True):
@@ -276,6 +311,8 @@ class BlockStaged(Event, frozen=True):
 
 class Released(Event, frozen=True):
     """A decode engine holds nothing of the request any more: neither device blocks nor slots. The last event of
-    every request that it was given; `error` is empty unless the request failed there."""
+    every request that it was given; `error` is empty unless the request failed there. `preempted`: it gave way, with
+    its full blocks persisted, and is to go on elsewhere or later."""
 
     error: str = ""
+    preempted: bool = False

@@ -11,11 +11,13 @@ import pytest
 
 from dualpath.cluster.cluster import Cluster
 from dualpath.cluster.live import RequestFailedError
-from dualpath.cluster.replay import Progress, replay
+from dualpath.cluster.replay import Progress, Replay, replay
+from dualpath.layout import KVLayout
 from dualpath.metrics.schema import RequestRecord
 from dualpath.models.card import read_card
 from dualpath.paths import Flow, traffic
-from dualpath.types import DualPathError, KVDtype, Policy, Request, Trajectory, Turn
+from dualpath.types import DualPathError, KVDtype, LinkId, Policy, Request, Trajectory, Turn
+from dualpath.workload.agents import FreeRunning
 from tests.cluster.conftest import BLOCK, MakeConfig, run
 from tests.tiny_models import random_prompt, reference_generate
 
@@ -33,6 +35,17 @@ def agents(count: int, turns: int, first: int, append: int, generate: int) -> li
         rest = [Turn(tuple(random_prompt(append, seed=100 + 10 * agent + k)), generate) for k in range(turns - 1)]
         made.append(Trajectory(f"a{agent}", (*openings, *rest)))
     return made
+
+
+def declared(done: Replay, layout: KVLayout) -> dict[LinkId, int]:
+    """Bytes over each link: the sum over `paths` for every run of every request."""
+    total: Counter[LinkId] = Counter()
+    for record in done.records:
+        for attempt in record.attempts:
+            flow = Flow(attempt.pe_read, attempt.de_read, attempt.chunks, attempt.persisted_blocks)
+            total.update(traffic(flow, layout, attempt.prefill_engine, attempt.decode_engine))
+        assert record.first.pe_read + record.first.de_read + record.first.computed == record.prompt_tokens
+    return dict(total)
 
 
 def expected_replies(model: Path, trajectory: Trajectory, kv_dtype: KVDtype) -> tuple[tuple[int, ...], ...]:
@@ -66,16 +79,11 @@ def test_tokens_of_a_plain_run_and_every_byte_declared(
     config = make_config(policy, kv_dtype=kv_dtype, chunk_tokens=chunk_tokens, **limits)
 
     async def body() -> None:
-        done = await replay(config, work, silent)
+        done = await replay(config, [FreeRunning(trajectory) for trajectory in work], silent)
         for trajectory, agent in zip(work, done.agents, strict=True):
             assert agent.replies == expected_replies(tiny_model, trajectory, kv_dtype)
         layout = read_card(tiny_model).layout(kv_dtype, BLOCK)
-        total: Counter[str] = Counter()
-        for record in done.records:
-            flow = Flow(record.pe_read, record.de_read, record.chunks, record.persisted_blocks)
-            total.update(traffic(flow, layout, record.prefill_engine, record.decode_engine))
-            assert record.pe_read + record.de_read + record.computed == record.prompt_tokens
-        assert {link: count.nbytes for link, count in done.links.items() if count.nbytes} == dict(total)
+        assert {link: count.nbytes for link, count in done.links.items() if count.nbytes} == declared(done, layout)
         assert done.summary.tokens_by_source.pe_read + done.summary.tokens_by_source.de_read > 0
         if policy in (Policy.BASIC, Policy.LAYERWISE):
             assert done.summary.tokens_by_source.de_read == 0
@@ -91,7 +99,7 @@ def test_both_storage_nics_carry_under_dualpath(make_config: MakeConfig) -> None
     async def body() -> None:
         for policy in (Policy.BASIC, Policy.DUALPATH):
             config = make_config(policy, root=Path(make_config().store.root) / policy.value, snic=3e6, cnic=24e6)
-            done = await replay(config, work, silent)
+            done = await replay(config, [FreeRunning(trajectory) for trajectory in work], silent)
             read = {node.name: node.snic_write_bytes for node in done.summary.node}
             shares[policy] = read["d0"] / sum(read.values())
 
@@ -114,9 +122,9 @@ def test_a_second_life_finds_what_the_first_one_stored(make_config: MakeConfig, 
         return records[0]
 
     first, second = run(life()), run(life())
-    assert (first.computed, first.persisted_blocks) == (len(prompt), 10)
-    assert second.pe_read + second.de_read == 10 * BLOCK
-    assert second.persisted_blocks == 0
+    assert (first.first.computed, first.first.persisted_blocks) == (len(prompt), 10)
+    assert second.first.pe_read + second.first.de_read == 10 * BLOCK
+    assert second.first.persisted_blocks == 0
 
 
 def test_salt_separates_tenants(make_config: MakeConfig) -> None:
@@ -131,7 +139,7 @@ def test_salt_separates_tenants(make_config: MakeConfig) -> None:
                 await cluster.drain()
 
     run(body())
-    assert [record.computed for record in records] == [len(prompt), len(prompt), 1]
+    assert [record.first.computed for record in records] == [len(prompt), len(prompt), 1]
 
 
 def test_cancel_anywhere_gives_everything_back(make_config: MakeConfig) -> None:
@@ -255,3 +263,71 @@ def test_tokens_stream_and_stop_tokens_end_a_reply(make_config: MakeConfig, tiny
             assert list(stopped) == expected[: expected.index(stop) + 1]
 
     run(body())
+
+
+@pytest.mark.parametrize("policy", [Policy.DUALPATH, Policy.DUALPATH_RR, Policy.SPLIT, Policy.PE_SCHEDULED])
+def test_many_engines_on_many_nodes(make_config: MakeConfig, tiny_model: Path, policy: Policy) -> None:
+    """Two prefill engines that share one storage NIC, two decode nodes in groups of their own: the tokens of a plain
+    run, every byte declared, and what a policy promises of who reads."""
+    work = agents(count=6, turns=3, first=120, append=30, generate=4)
+    config = make_config(policy, prefill=(2,), decode=(1, 1), snic=3e6, cnic=50e6)
+
+    async def body() -> None:
+        done = await replay(config, [FreeRunning(trajectory) for trajectory in work], silent)
+        for trajectory, agent in zip(work, sorted(done.agents, key=lambda a: a.session), strict=True):
+            assert agent.replies == expected_replies(tiny_model, trajectory, KVDtype.FP32)
+        layout = read_card(tiny_model).layout(KVDtype.FP32, BLOCK)
+        assert {link: count.nbytes for link, count in done.links.items() if count.nbytes} == declared(done, layout)
+        firsts = [record.first for record in done.records]
+        assert {run.prefill_engine for run in firsts} == {"p0.0", "p0.1"}
+        assert {run.decode_engine for run in firsts} == {"d0.0", "d1.0"}
+        read_by_decode = sum(run.de_read for run in firsts)
+        assert (read_by_decode == 0) is (policy is Policy.PE_SCHEDULED)
+        if policy is Policy.DUALPATH_RR:
+            sides = [run.de_read > 0 for run in firsts if run.pe_read + run.de_read]
+            assert abs(sum(sides) - len(sides) / 2) <= 1
+        if policy is Policy.SPLIT:
+            assert any(run.pe_read and run.de_read for run in firsts)
+
+    run(body())
+
+
+def test_requests_that_outgrow_the_memory_give_way_and_say_the_same(make_config: MakeConfig, tiny_model: Path) -> None:
+    """Device memory for little more than one request at its full length: others start on what is expected of them,
+    give way, and go on later with the same tokens."""
+    work = agents(count=4, turns=1, first=3 * BLOCK, append=1, generate=4 * BLOCK)
+    config = make_config(device=10, expected_output=1)
+
+    async def body() -> None:
+        done = await replay(config, [FreeRunning(trajectory) for trajectory in work], silent)
+        for trajectory, agent in zip(work, sorted(done.agents, key=lambda a: a.session), strict=True):
+            assert agent.replies == expected_replies(tiny_model, trajectory, KVDtype.FP32)
+        assert done.summary.preempted > 0
+        layout = read_card(tiny_model).layout(KVDtype.FP32, BLOCK)
+        assert {link: count.nbytes for link, count in done.links.items() if count.nbytes} == declared(done, layout)
+
+    run(body())
+
+
+def test_a_forced_reply_goes_into_the_context_and_the_models_own_is_recorded(
+    make_config: MakeConfig, tiny_model: Path
+) -> None:
+    """Teacher-forcing: the client gets the forced tokens, the record what the model would have said after each."""
+    prompt = tuple(random_prompt(3 * BLOCK + 5))
+    forced = tuple(random_prompt(BLOCK + 3, seed=9))
+    records: list[RequestRecord] = []
+
+    async def body() -> None:
+        async with Cluster.start(make_config(), records.append) as cluster:
+            for number in range(2):  # computed, then loaded
+                request = Request(number, "s", prompt, len(forced), turn=number, forced=forced)
+                assert await cluster.submit(request).answer() == forced
+                await cluster.drain()
+
+    run(body())
+    expected = tuple(reference_generate(tiny_model, (*prompt, *forced[:said]), 1)[0] for said in range(len(forced)))
+    for record in records:
+        assert record.output == forced
+        assert record.argmax == expected
+        assert all(margin > 0 for margin in record.margins)
+    assert records[1].first.pe_read + records[1].first.de_read == 3 * BLOCK

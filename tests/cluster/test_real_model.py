@@ -10,6 +10,7 @@ from dualpath.config import ClusterConfig, DecodeSection, EmulateSection, NodeSe
 from dualpath.models.bundled import ensure_bundled
 from dualpath.models.tokenizer import load_tokenizer
 from dualpath.types import Policy, Role, Trajectory
+from dualpath.workload.agents import FreeRunning
 from dualpath.workload.coding import coding_agents
 from tests.cluster.conftest import run
 from tests.tiny_models import reference_generate
@@ -65,7 +66,9 @@ def test_every_policy_says_what_transformers_says(tmp_path: Path) -> None:
 
     async def body() -> None:
         for policy in Policy:
-            done = await replay(config(tmp_path / policy, policy), work, silent)
+            done = await replay(
+                config(tmp_path / policy, policy), [FreeRunning(trajectory) for trajectory in work], silent
+            )
             assert [agent.replies for agent in done.agents] == expected
             sources = done.summary.tokens_by_source
             assert sources.pe_read + sources.de_read >= 2 * 2 * 192

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from dualpath.types import KVDtype
-from tests.engine.harness import TinyModel
+from tests.engine.decoding import BLOCKS, Make
+from tests.engine.harness import Harness, Reference, TinyModel
+from tests.engine.steered import GatedModel, steered
 from tests.tiny_models import reference_generate, write_tiny_model
-
-Reference = Callable[[tuple[int, ...], int, KVDtype], list[int]]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,3 +36,18 @@ def reference(tiny: TinyModel) -> Reference:
         return known[key]
 
     return ask
+
+
+@pytest.fixture
+def make(tiny: TinyModel) -> Iterator[Make]:
+    """Harnesses of steered decode engines, for `decoding`."""
+    made: list[Harness] = []
+
+    def build(**options: Any) -> Harness:
+        options = {"decode_blocks": BLOCKS, "fabrics": steered, **options}
+        made.append(Harness(tiny, models=lambda model, device: GatedModel(model), **options))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.__exit__()

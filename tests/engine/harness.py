@@ -1,4 +1,4 @@
-"""One prefill engine and some decode engines in this process, and just enough of a controller to drive them.
+"""Prefill engines of one node and some decode engines in this process, and just enough of a controller to drive them.
 
 Each engine has a fabric of its own, as in its own process; staging memory and link counters are shared. Stored hit
 blocks come from a plain forward pass in memory, not from the engines under test."""
@@ -25,11 +25,13 @@ from dualpath.models.card import ModelCard, read_card
 from dualpath.models.memory_kv import MemoryKV, new_cache
 from dualpath.models.seam import Model, PackedBatch
 from dualpath.models.weights import load_model
+from dualpath.scheduler.attention_time import AttentionTime
 from dualpath.transfer.fabric import Fabric, Region
 from dualpath.transfer.links import LinkTable
 from dualpath.transfer.shm import ShmFabric
 from dualpath.types import (
     BlockFull,
+    BlockNeeded,
     DecodeJob,
     EngineId,
     Event,
@@ -49,6 +51,9 @@ PE = "p0.0"
 BLOCK = 8
 SLOTS = 96
 WAIT_S = 30.0
+
+Reference = Callable[[tuple[int, ...], int, KVDtype], list[int]]
+"""The tokens that a plain run in one process says after a prompt."""
 
 E = TypeVar("E", bound=Event)
 
@@ -77,6 +82,19 @@ class TinyModel:
         kv: Bytes = cache.view(torch.uint8).view(self.card.n_layer, len(prompt), -1).numpy()
         return kv
 
+    def says(self, prompt: Sequence[int], reply: Sequence[int], kv_dtype: KVDtype) -> list[tuple[int, float]]:
+        """What the model says after `prompt`, and after each token of `reply` when that follows: its most likely token
+        and the margin, by plain forward passes of one request."""
+        cache = new_cache(self.card, kv_dtype, len(prompt) + len(reply))
+        said, cached = [], 0
+        for tokens in (list(prompt), *([token] for token in reply)):
+            batch = PackedBatch(torch.tensor(tokens), (cached,), (len(tokens),))
+            (logits,) = self.model.forward(batch, MemoryKV([cache], batch), sample=[0])
+            best, second = logits.topk(2).values.tolist()
+            said.append((int(logits.argmax()), best - second))
+            cached += len(tokens)
+        return said
+
 
 class Harness:
     """Use as a context manager. `fabrics` and `devices` make an engine's fabric and device, `models` what it runs."""
@@ -86,10 +104,13 @@ class Harness:
         tiny: TinyModel,
         kv_dtype: KVDtype = KVDtype.FP32,
         *,
+        prefill_engines: Sequence[EngineId] = (PE,),
         decode_engines: Sequence[EngineId] = ("d0.0",),
         layers_in_flight: int = 2,
         batch_tokens: int = 256,
         chunk_tokens: int = 256,
+        quota_s: float = float("inf"),
+        attention_time: AttentionTime | None = None,
         decode_blocks: int = 64,
         max_batch: int = 8,
         deadline_s: float = WAIT_S,
@@ -100,7 +121,7 @@ class Harness:
     ) -> None:
         self.tiny, self.kv_dtype, self.layout = tiny, kv_dtype, tiny.layout(kv_dtype)
         self.stride = -(-self.layout.full_block_bytes // 4096) * 4096
-        engines = [PE, *decode_engines]
+        engines = [*prefill_engines, *decode_engines]
         nodes = list(dict.fromkeys(paths.node_of(engine) for engine in engines))
         self.links = LinkTable.create(
             {paths.link_id(engine, kind): None for engine in engines for kind in paths.LinkKind}
@@ -112,6 +133,8 @@ class Harness:
         self.on_event: Callable[[Event], None] = lambda event: None
         self.fabrics: dict[EngineId, Fabric] = {}
         self.models: dict[EngineId, Model] = {}
+        self.pes: dict[EngineId, PrefillEngine] = {}
+        self.prefill_pools: dict[EngineId, PrefillPool] = {}
         self.des: dict[EngineId, DecodeEngine] = {}
         for engine in engines:
             device = devices(engine)
@@ -119,18 +142,21 @@ class Harness:
             for node, memory in self.staging.items():
                 fabric.register(Region(node, memory.nbytes, memory))
             model = self.models[engine] = models(tiny.model, device)
-            if engine == PE:
-                self.prefill_pool = PrefillPool(device, self.layout, kv_dtype, layers_in_flight, batch_tokens)
-                self.pe = PrefillEngine(
+            if engine in prefill_engines:
+                pool = PrefillPool(device, self.layout, kv_dtype, layers_in_flight, batch_tokens)
+                self.prefill_pools[engine] = pool
+                self.pes[engine] = PrefillEngine(
                     engine,
                     model,
-                    self.prefill_pool,
+                    pool,
                     fabric,
                     device,
                     self._emit,
                     slot_stride=self.stride,
                     chunk_tokens=chunk_tokens,
                     deadline_s=deadline_s,
+                    quota_s=quota_s,
+                    attention_time=attention_time,
                 )
             else:
                 section = DecodeSection(kv_memory=decode_blocks * self.layout.full_block_bytes)
@@ -148,6 +174,10 @@ class Harness:
                 )
 
     @property
+    def pe(self) -> PrefillEngine:
+        return self.pes[PE]
+
+    @property
     def de(self) -> DecodeEngine:
         return self.des["d0.0"]
 
@@ -158,9 +188,10 @@ class Harness:
         for fabric in self.fabrics.values():
             if isinstance(fabric, SteeredFabric):
                 fabric.release()
-        self.pe.close()
-        for engine in self.des.values():
-            engine.close()
+        for pe in self.pes.values():
+            pe.close()
+        for de in self.des.values():
+            de.close()
         for fabric in self.fabrics.values():
             fabric.close()
         self.links.close()
@@ -184,6 +215,11 @@ class Harness:
                 f"no {kind.__name__} of request {request} in {self.events}"
             )
         return self.of(request, kind)[count - 1]
+
+    def wait_events(self, count: int) -> None:
+        """Waits until there are `count` events in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.events) >= count, WAIT_S), f"only {self.events}"
 
     # --- Jobs ---------------------------------------------------------------------------------------------------
 
@@ -218,19 +254,21 @@ class Harness:
     def decode_job(
         self, job: PrefillJob, first_token: int, max_tokens: int, stop_tokens: tuple[int, ...] = ()
     ) -> DecodeJob:
+        """With device memory for all that it may say."""
         return DecodeJob(
             job.request,
             len(job.prompt),
             len(job.hits),
             job.decode_slots,
+            self.layout.blocks(len(job.prompt) + max_tokens),
             first_token,
             max_tokens,
             stop_tokens,
         )
 
-    def prefill(self, job: PrefillJob) -> Prefilled:
+    def prefill(self, job: PrefillJob, engine: EngineId = PE) -> Prefilled:
         """Runs `job` to its end."""
-        self.pe.submit(job)
+        self.pes[engine].submit(job)
         ended = self.wait_end(job.request)
         assert isinstance(ended, Prefilled), ended
         return ended
@@ -260,16 +298,23 @@ class Harness:
     def finish(self, request: RequestId) -> list[int]:
         """Waits until a request is released; all its tokens, the prefill engine's first."""
         assert self.wait(request, Released).error == ""
+        return self.generated(request)
+
+    def generated(self, request: RequestId) -> list[int]:
+        """What a request has said so far."""
         later = [token for event in self.of(request, TokensOut) for token in event.tokens]
         return [self.wait(request, Prefilled).first_token, *later]
 
     def answer_all(self, slot_of: Callable[[RequestId, int], int | None]) -> None:
-        """From now on each `BlockFull` is answered at once."""
+        """From now on each `BlockFull` is answered at once, and each `BlockNeeded` with a block."""
 
         def answer(event: Event) -> None:
             if isinstance(event, BlockFull):
                 for engine in self.des.values():  # those that do not know the request ignore it
                     engine.write_back(event.request, event.block, slot_of(event.request, event.block))
+            if isinstance(event, BlockNeeded):
+                for engine in self.des.values():
+                    engine.grow(event.request)
 
         self.on_event = answer
 
@@ -281,7 +326,7 @@ class Harness:
     def hop_bytes(self) -> dict[str, int]:
         """Bytes by name of the hop, over all engines."""
         total: dict[str, int] = {}
-        counters: list[Mapping[str, int]] = [self.pe.counters().hop_bytes]
+        counters: list[Mapping[str, int]] = [engine.counters().hop_bytes for engine in self.pes.values()]
         counters += [engine.counters().hop_bytes for engine in self.des.values()]
         for hops in counters:
             for hop, nbytes in hops.items():

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import pytest
 
 from dualpath.engine import pipeline
 from dualpath.engine.device import Fence
-from dualpath.types import KVDtype, Prefilled, PrefillEnded
-from tests.engine.conftest import Reference
+from dualpath.types import KVDtype, Prefilled, PrefillEnded, Released, TokensOut
 from tests.engine.fake_device import FakeDevice, HazardFabric, Hazards, WatchedModel
-from tests.engine.harness import BLOCK, PE, Harness, TinyModel
+from tests.engine.harness import BLOCK, PE, Harness, Reference, TinyModel
 from tests.tiny_models import random_prompt
 
 PROMPT = tuple(random_prompt(4 * BLOCK + 5, seed=3))
@@ -68,6 +68,34 @@ def test_several_requests(tiny: TinyModel, reference: Reference) -> None:
         for i, prompt in prompts.items():
             assert h.finish(i) == reference(prompt, 10, KVDtype.FP32)
     assert hazards.found == []
+
+
+def test_growing_and_giving_way(tiny: TinyModel, reference: Reference) -> None:
+    """Blocks that change hands while others decode: given up only when they are copied out, and right for the next."""
+    hazards = Hazards()
+    prompts = {i: tuple(random_prompt(10 + 3 * i, seed=i)) for i in range(3)}
+    with harness(tiny, hazards, seed=5, decode_blocks=12) as h:
+        slots = iter(h.take_slots("d0", 40))
+        h.answer_all(lambda request, block: next(slots))
+        jobs = {i: h.prefill_job(i, prompt) for i, prompt in prompts.items()}
+        for job in jobs.values():
+            first = h.prefill(job).first_token
+            granted = h.layout.blocks(len(job.prompt))
+            decode_job = h.decode_job(job, first, 2 * BLOCK)
+            h.de.submit(msgspec.structs.replace(decode_job, device_blocks=granted))
+        h.wait(2, TokensOut, BLOCK)
+        h.de.preempt(2)
+        again = h.wait(2, Released)
+        assert again.preempted
+        context = [*prompts[2], *h.generated(2)]
+        job = h.prefill_job(3, context)
+        left = 2 * BLOCK - len(h.generated(2))
+        assert h.generate(job, left) == reference(prompts[2], 2 * BLOCK, KVDtype.FP32)[-left:]
+        for i in (0, 1):
+            assert h.finish(i) == reference(prompts[i], 2 * BLOCK, KVDtype.FP32)
+    assert hazards.found == []
+    assert not hazards.copy_reads
+    assert not hazards.copy_writes
 
 
 class FailsOnce(FakeDevice):

@@ -3,9 +3,6 @@ given up, `Released` last, and every device block back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 
 from dualpath.transfer.fabric import TransferError, TransferTimeoutError
@@ -19,30 +16,10 @@ from dualpath.types import (
     Released,
     TokensOut,
 )
-from tests.engine.conftest import Reference
-from tests.engine.harness import BLOCK, Harness, TinyModel
-from tests.engine.steered import Call, GatedModel, SteeredFabric, steered
+from tests.engine.decoding import BLOCKS, OTHER, PROMPT, Make, all_free, fabric_of, job, later, model_of
+from tests.engine.harness import BLOCK, Harness, Reference
+from tests.engine.steered import Call
 from tests.tiny_models import random_prompt
-
-BLOCKS = 24
-PROMPT = tuple(random_prompt(2 * BLOCK + 3, seed=8))
-OTHER = tuple(random_prompt(BLOCK + 2, seed=9))
-
-Make = Callable[..., Harness]
-
-
-@pytest.fixture
-def make(tiny: TinyModel) -> Iterator[Make]:
-    made: list[Harness] = []
-
-    def build(**options: Any) -> Harness:
-        options = {"decode_blocks": BLOCKS, "fabrics": steered, **options}
-        made.append(Harness(tiny, models=lambda model, device: GatedModel(model), **options))
-        return made[-1]
-
-    yield build
-    for harness in made:
-        harness.__exit__()
 
 
 @pytest.fixture
@@ -51,47 +28,6 @@ def h(make: Make) -> Harness:
     harness = make()
     harness.answer_all(lambda request, block: None)
     return harness
-
-
-def fabric_of(h: Harness) -> SteeredFabric:
-    fabric = h.fabrics["d0.0"]
-    assert isinstance(fabric, SteeredFabric)
-    return fabric
-
-
-def model_of(h: Harness) -> GatedModel:
-    model = h.models["d0.0"]
-    assert isinstance(model, GatedModel)
-    return model
-
-
-def job(
-    h: Harness,
-    reference: Reference,
-    request: int,
-    prompt: tuple[int, ...],
-    max_tokens: int,
-    *,
-    hit_blocks: int = 0,
-    stop_tokens: tuple[int, ...] = (),
-) -> DecodeJob:
-    """A job whose prompt's KV lies in staging, as if a prefill engine had put it there."""
-    slots = h.take_slots("d0", h.layout.blocks(len(prompt)))
-    kv = h.tiny.stored_kv(prompt, h.kv_dtype)
-    for block, slot in enumerate(slots):
-        part = kv[:, block * BLOCK : (block + 1) * BLOCK]
-        h.slot("d0", slot)[:, : part.shape[1]] = part
-    first = reference(prompt, 1, h.kv_dtype)[0]
-    return DecodeJob(request, len(prompt), hit_blocks, slots, first, max_tokens, stop_tokens)
-
-
-def later(h: Harness, request: int) -> list[int]:
-    """The tokens of steps: all but the first, which is the prefill engine's."""
-    return [token for event in h.of(request, TokensOut) for token in event.tokens]
-
-
-def all_free(h: Harness) -> bool:
-    return h.de.counters().free_blocks == BLOCKS
 
 
 @pytest.mark.parametrize("kv_dtype", KVDtype)
@@ -151,7 +87,7 @@ def test_nothing_to_decode(h: Harness, reference: Reference, why: str) -> None:
     else:
         h.de.submit(job(h, reference, 1, PROMPT, 9, hit_blocks=1, stop_tokens=(first,)))
     h.wait(1, Released)
-    assert h.events == [Admitted(1), BlockFull(1, 1), TokensOut(1, (), finished=True), Released(1)]
+    assert h.events == [Admitted(1), BlockFull(1, 1), TokensOut(1, (), (), finished=True), Released(1)]
     assert h.de.counters().steps == 0
     assert all_free(h)
 
@@ -328,11 +264,15 @@ def test_a_failed_step_ends_its_requests(h: Harness, reference: Reference) -> No
 
 def test_jobs_that_cannot_be_run_say_why(h: Harness, reference: Reference) -> None:
     h.de.submit(job(h, reference, 1, PROMPT, 8 * BLOCKS))
-    assert f"27 device blocks are needed, {BLOCKS} of {BLOCKS} are free" in h.wait(1, Released).error
-    h.de.submit(DecodeJob(2, 20, 0, (1,), 5, 4))
+    assert f"27 device blocks are granted, {BLOCKS} of {BLOCKS} are free" in h.wait(1, Released).error
+    h.de.submit(DecodeJob(2, 20, 0, (1,), 3, 5, 4))
     assert "1 slots for a prompt of 3 blocks" in h.wait(2, Released).error
-    h.de.submit(DecodeJob(3, 8, 0, (10**6,), 5, 4))
+    h.de.submit(DecodeJob(3, 8, 0, (10**6,), 2, 5, 4))
     assert "outside region" in h.wait(3, Released).error
+    h.de.submit(job(h, reference, 4, PROMPT, 4, device_blocks=2))
+    assert "2 device blocks are granted for a prompt of 3 blocks" in h.wait(4, Released).error
+    h.de.submit(DecodeJob(5, 8, 0, (1,), 2, 5, 4, forced=(1, 2)))
+    assert "2 forced tokens after the first, of a reply of 4" in h.wait(5, Released).error
     assert all_free(h)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from dualpath import paths
 from dualpath.types import KVDtype, Prefilled
-from tests.engine.conftest import Reference
-from tests.engine.harness import BLOCK, PE, Harness, TinyModel
+from tests.engine.harness import BLOCK, PE, Harness, Reference, TinyModel
 from tests.tiny_models import random_prompt
 
 PROMPT = tuple(random_prompt(5 * BLOCK + 3, seed=1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dualpath.config import DecodeSection, PrefillSection
 from dualpath.engine.device import CpuDevice
 from dualpath.engine.moves import block_rows, layer_step, token_rows
-from dualpath.engine.pools import BlockAllocator, DecodePool, PrefillPool
+from dualpath.engine.pools import BlockAllocator, BlockTable, DecodePool, PrefillPool
 from dualpath.layout import KVLayout
 from dualpath.types import BadInputError, KVDtype
 
@@ -63,6 +63,29 @@ def test_double_free_is_refused_and_changes_nothing(again: tuple[int, ...]) -> N
     assert allocator.free_blocks == 1
 
 
+@given(st.lists(st.integers(0, 9), unique=True, min_size=1), st.data())
+def test_a_block_table_knows_its_consecutive_blocks(blocks: list[int], data: st.DataObject) -> None:
+    """Built at once or block by block, `run` is what a recount says."""
+    start = data.draw(st.integers(0, len(blocks)))
+    table = BlockTable(blocks[:start])
+    for block in blocks[start:]:
+        table.append(block)
+    assert table.blocks == blocks
+    assert table.run == max(n for n in range(1, len(blocks) + 1) if blocks[:n] == list(range(blocks[0], blocks[0] + n)))
+
+
+def test_a_request_grows_into_the_next_block_or_far_away() -> None:
+    """The next block keeps its blocks consecutive; where that is taken, a free one that nobody grows into soon."""
+    allocator = BlockAllocator(6)
+    assert allocator.allocate(2) == (0, 1)
+    assert allocator.allocate(1) == (2,)
+    assert allocator.extend(2) == 3
+    assert allocator.extend(1) == 5
+    assert allocator.extend(5) == 4, "past the end there is no next block"
+    assert allocator.extend(0) is None
+    assert allocator.free_blocks == 0
+
+
 def test_prefill_pool_is_allocated_once_at_its_size() -> None:
     """Layerwise two layers of the batch, otherwise all of them, in the same memory."""
     section = PrefillSection(kv_memory=960)
@@ -84,13 +107,16 @@ def test_pools_too_small_for_anything_are_bad_input() -> None:
         DecodePool.sized(CpuDevice(), LAYOUT, KVDtype.FP32, DecodeSection(kv_memory=191))
 
 
-@pytest.mark.parametrize(("blocks", "gathers"), [((1, 2, 3), 0), ((0, 2, 3), 1)])
+@pytest.mark.parametrize(
+    ("blocks", "gathers"),
+    [((1, 2, 3), 0), ((0, 2, 3), 1), ((0, 1, 3), 1), ((1, 0, 3), 1), ((0, 3, 2), 1), ((1, 2, 3, 0), 0)],
+)
 def test_decode_pool_gathers_only_what_is_in_pieces(blocks: tuple[int, ...], gathers: int) -> None:
-    """Consecutive blocks are a view; others a counted copy of the same rows."""
+    """Consecutive blocks are a view; others, which need not rise, a counted copy of the same rows."""
     pool = DecodePool(CpuDevice(), LAYOUT, KVDtype.FP32, blocks=4)
     layer = pool.layer(1)
     layer.copy_(torch.arange(layer.numel()).view_as(layer))
-    got = pool.prefix(1, blocks, 10)
+    got = pool.prefix(1, BlockTable(blocks), 10)
     assert torch.equal(got, layer[pool.rows(blocks, 0, 10)])
     assert pool.gathers == gathers
     assert (got.untyped_storage().data_ptr() == layer.untyped_storage().data_ptr()) == (gathers == 0)

@@ -11,11 +11,12 @@ import pytest
 
 from dualpath import paths
 from dualpath.engine.pipeline import FabricStuckError
+from dualpath.scheduler.attention_time import AttentionTime
 from dualpath.transfer.fabric import TransferError, TransferTimeoutError
 from dualpath.types import Event, KVDtype, Prefilled, PrefillEnded, SlotRef
-from tests.engine.conftest import Reference
-from tests.engine.harness import BLOCK, PE, Harness, TinyModel
+from tests.engine.harness import BLOCK, PE, Harness, Reference, TinyModel
 from tests.engine.steered import Call, Gate, GatedModel, SteeredFabric, steered
+from tests.engine.test_paths_taken import ENGINE_HOPS
 from tests.tiny_models import random_prompt
 
 PROMPT = tuple(random_prompt(4 * BLOCK + 3, seed=5))
@@ -224,7 +225,7 @@ def test_the_pool_is_never_used_outside_its_size(tiny: TinyModel, reference: Ref
             assert h.wait(i, Prefilled).first_token == reference(prompt, 1, KVDtype.FP32)[0]
         assert h.pe.counters().max_batch_tokens <= longest
         for call in fabric_of(h).calls:
-            assert int((call.rows[:, 0] + call.rows[:, 2]).max()) <= h.prefill_pool.nbytes
+            assert int((call.rows[:, 0] + call.rows[:, 2]).max()) <= h.prefill_pools[PE].nbytes
 
 
 def test_requests_that_fit_together_run_together(h: Harness, reference: Reference) -> None:
@@ -255,3 +256,72 @@ def test_closing_with_work_left_ends(h: Harness) -> None:
     h.pe.close()
     h.pe.close()
     assert {event.request for event in ended} <= {1, 2}
+
+
+# --- The quota ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quota_s", "chunks"),
+    [
+        (float("inf"), (16, 16, 3)),
+        (1.0, (4,) * 8 + (3,)),  # 4 new tokens a batch: 5 layers of 0.05 s each
+        (0.01, (1,) * len(PROMPT)),  # the head of the queue always goes on
+    ],
+)
+def test_the_quota_cuts_batches(tiny: TinyModel, reference: Reference, quota_s: float, chunks: tuple[int, ...]) -> None:
+    """A prompt is cut where the predicted attention time of all layers reaches the quota: the same token."""
+    linear = AttentionTime(0.0, 0.05, 0.0, 0.0, 0.0)
+    with Harness(tiny, chunk_tokens=16, quota_s=quota_s, attention_time=linear) as h:
+        done = h.prefill(h.prefill_job(1, PROMPT))
+        assert done.chunks == chunks
+        assert done.first_token == reference(PROMPT, 1, KVDtype.FP32)[0]
+
+
+def test_the_quota_separates_requests(tiny: TinyModel, reference: Reference) -> None:
+    """Three short requests behind a running one share the next pass, unless their attention time does not allow it."""
+    per_request = AttentionTime(0.1, 0.0, 0.0, 0.0, 0.0)
+    for quota_s, batches in ((1.5, 2), (1.0, 3), (0.5, 4)):
+        gate = Gate()
+        with Harness(
+            tiny,
+            quota_s=quota_s,
+            attention_time=per_request,
+            models=lambda model, device: GatedModel(model),
+        ) as h:
+            model_of(h).before = lambda number, gate=gate: gate.stop_here() if number == 0 else None  # type: ignore[misc]
+            h.pe.submit(h.prefill_job(0, OTHER))
+            gate.wait_reached()
+            for request in (1, 2, 3):
+                h.pe.submit(h.prefill_job(request, OTHER))
+            gate.open()
+            for request in (1, 2, 3):
+                assert h.wait(request, Prefilled).first_token == reference(OTHER, 1, KVDtype.FP32)[0]
+            assert h.pe.counters().batches == batches
+
+
+# --- Several engines --------------------------------------------------------------------------------------------
+
+
+def test_engines_of_one_node_share_its_staging(tiny: TinyModel, reference: Reference) -> None:
+    """Two prefill engines of one node, each with a fabric and a pool of its own, at work on the same hit slots at the
+    same time, for two decode engines of one node: each engine's bytes go over its own links, every token is right."""
+    prefill, decode = ("p0.0", "p0.1"), ("d0.0", "d0.1")
+    with Harness(tiny, prefill_engines=prefill, decode_engines=decode, chunk_tokens=9) as h:
+        h.answer_all(lambda request, block: None)
+        shared = h.prefill_job(0, PROMPT, 2, 1)
+        jobs = {}
+        for number, (pe, de) in enumerate([(pe, de) for pe in prefill for de in decode], 1):
+            job = h.prefill_job(number, PROMPT, 2, 1, decode_engine=de)
+            jobs[pe, de] = msgspec.structs.replace(job, hits=(*shared.hits[:2], *job.hits[2:]))
+        for (pe, _), job in jobs.items():
+            h.pes[pe].submit(job)
+        total: dict[str, int] = {}
+        for (pe, de), job in jobs.items():
+            chunks = h.wait(job.request, Prefilled).chunks
+            assert h.generate_prefilled(job, 6) == reference(PROMPT, 6, KVDtype.FP32)
+            flow = paths.Flow(2 * BLOCK, BLOCK, chunks)
+            for link, nbytes in paths.traffic(flow, h.layout, pe, de, ENGINE_HOPS).items():
+                total[link] = total.get(link, 0) + nbytes
+        assert h.link_bytes() == total
+        assert [engine.counters().tokens for engine in h.pes.values()] == [2 * (len(PROMPT) - 3 * BLOCK)] * 2

@@ -1,4 +1,5 @@
-"""A node's orders: FIFO, counted in Full Blocks, ended by exactly one event after which nothing lands."""
+"""A node's orders: FIFO, counted in Full Blocks, ended by exactly one event after which nothing lands and before which
+each batch is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from dualpath.layout import Bytes, KVLayout
 from dualpath.node.service import NodeService
 from dualpath.node.staging import Staging
 from dualpath.transfer.links import LinkTable
-from dualpath.types import BlockRead, BlocksRead, BlockWrite, BlockWritten, DualPathError, Event, RecordLocation
+from dualpath.types import (
+    BlockRead,
+    BlocksRead,
+    BlockWrite,
+    BlockWritten,
+    DualPathError,
+    Event,
+    ReadProgress,
+    RecordLocation,
+    RequestId,
+)
 
 LAYOUT = KVLayout(n_layer=2, token_bytes=64, block_tokens=16)
 BLOCK = LAYOUT.full_block_bytes
@@ -67,12 +78,13 @@ class FakeWriter:
 
 
 class Node:
-    """A service on fakes, with its events in a queue. Batches hold two blocks."""
+    """A service on fakes. Batches hold two blocks. `log` has all events; those that end an order are in a queue."""
 
     def __init__(self, rates: dict[str, float | None], **options: Any) -> None:
         self.staging = Staging(LAYOUT, request=32, write_back=4)
         self.reader, self.writer = FakeReader(), FakeWriter()
         self.links = LinkTable.create(rates)
+        self.log: list[Event] = []
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         settings: dict[str, Any] = {"read_deadline_s": WAIT, "batch_bytes": 2 * BLOCK, "in_flight": 1, **options}
         self.service = NodeService(
@@ -84,12 +96,22 @@ class Node:
             self.links,
             READ_LINKS,
             WRITE_LINKS,
-            self.events.put,
+            self._emit,
             **settings,
         )
 
+    def _emit(self, event: Event) -> None:
+        self.log.append(event)
+        if not isinstance(event, ReadProgress):
+            self.events.put(event)
+
     def event(self) -> Event:
+        """The next event that ends an order."""
         return self.events.get(timeout=WAIT)
+
+    def progress(self, request: RequestId) -> list[int]:
+        """Bytes of each progress event of `request`."""
+        return [event.nbytes for event in self.log if isinstance(event, ReadProgress) and event.request == request]
 
     def bytes_over(self, link: str) -> int:
         return self.links.counts()[link].nbytes
@@ -178,7 +200,8 @@ def test_every_order_ends_once_and_every_byte_is_accounted_for(
     sizes: list[int], cancelled: set[int], bad: set[int], in_flight: int
 ) -> None:
     """Whatever is cancelled when: one event a request, the links carry what the events say and the reader has read,
-    and a request that was not cancelled names exactly its bad blocks."""
+    and a request that was not cancelled names exactly its bad blocks. All but its last batch came as progress before,
+    one by one."""
     node = Node({"d0/snic.write": 1e9, "d0/snic.read": None, "d0/dram": None}, in_flight=in_flight)
     try:
         node.reader.bad = {key(n): "bad" for n in bad}
@@ -195,12 +218,33 @@ def test_every_order_ends_once_and_every_byte_is_accounted_for(
             event = events[request]
             assert isinstance(event, BlocksRead)
             total += event.nbytes
+            progress = node.progress(request)
+            assert sum(progress) <= event.nbytes
+            assert set(progress) <= {BLOCK, 2 * BLOCK}
+            assert [e for e in node.log if e.request == request][-1] is event
             if not event.cancelled:
+                assert len(progress) == max(0, (len(order) - 1) // 2)
+                assert sum(progress) < event.nbytes or not order
                 assert event.nbytes == len(order) * BLOCK
                 assert event.bad == tuple((read.key, "bad") for read in order if read.slot in bad)
         assert node.bytes_over("d0/snic.write") == total == len(node.reader.keys) * BLOCK
     finally:
         node.close()
+
+
+def test_what_is_read_is_reported_batch_by_batch(node: Node) -> None:
+    """A ledger of bytes to be read is behind by one batch at most: progress comes when a batch has landed, not when
+    the request is through. Bad blocks have passed the links as well."""
+    node.reader.bad = {key(1): "key differs"}
+    node.reader.gate.clear()
+    node.service.submit_read(1, reads(1, 2, 3, 4, 5))
+    node.service.submit_read(2, reads(6, 7))
+    assert node.reader.entered.acquire(timeout=WAIT)
+    assert node.log == []
+    node.reader.gate.set()
+    ends = [node.event(), node.event()]
+    assert ends == [BlocksRead(1, "d0", 5 * BLOCK, ((key(1), "key differs"),)), BlocksRead(2, "d0", 2 * BLOCK)]
+    assert node.log == [ReadProgress(1, "d0", 2 * BLOCK), ReadProgress(1, "d0", 2 * BLOCK), *ends]
 
 
 def test_a_batch_holds_at_least_one_block(make_node: Callable[..., Node]) -> None:

@@ -32,7 +32,7 @@ def test_slots_are_as_many_as_fit_the_buffers() -> None:
 def test_a_buffer_smaller_than_one_block_is_refused(key: str) -> None:
     """The error names the node, the key and both sizes."""
     sizes = {"staging": 8192, "write_back": 8192, key: 8191}
-    node = NodeSection(name="d0", role=Role.DECODE, **sizes)
+    node = NodeSection(name="d0", role=Role.DECODE, staging=sizes["staging"], write_back=sizes["write_back"])
     with pytest.raises(BadInputError, match=rf"'d0': {key} is .*8191 bytes.*8192 bytes"):
         staging_slots(node, LAYOUT)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,16 +28,20 @@ from dualpath.cluster.messages import (
     Counters,
     EngineBoot,
     Failed,
+    Fetch,
     Hello,
     Link,
+    MeasureCompute,
+    Measured,
     NodeBoot,
     Report,
     ReportCounters,
     Stop,
 )
 from dualpath.cluster.meter import Meter
-from dualpath.cluster.model import ServedModel
-from dualpath.cluster.topology import link_rates, read_links, write_links
+from dualpath.cluster.model import ServedModel, check_memory
+from dualpath.cluster.profile import Profile
+from dualpath.cluster.topology import expected_reads, link_rates, read_links, scheduler_constants, write_links
 from dualpath.config import ClusterConfig
 from dualpath.metrics.schema import RequestRecord
 from dualpath.node.staging import staging_slots
@@ -56,8 +60,10 @@ class ClusterError(DualPathError):
 class Cluster:
     """Use `Cluster.start`."""
 
-    def __init__(self, config: ClusterConfig, model: ServedModel, store: StoreRoot, links: LinkTable) -> None:
-        self.config, self.model = config, model
+    def __init__(
+        self, config: ClusterConfig, model: ServedModel, profile: Profile | None, store: StoreRoot, links: LinkTable
+    ) -> None:
+        self.config, self.model, self._profile = config, model, profile
         self._store, self._links = store, links
         self._rates = link_rates(config)
         self._context = zmq.asyncio.Context()
@@ -70,6 +76,7 @@ class Cluster:
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._counters: dict[str, asyncio.Future[Counters]] = {}
         self._counting = asyncio.Lock()
+        self._measured: dict[EngineId, asyncio.Future[Measured]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,13 +87,18 @@ class Cluster:
     @classmethod
     @contextlib.asynccontextmanager
     async def start(
-        cls, config: ClusterConfig, on_record: Callable[[RequestRecord], None] = lambda record: None
+        cls,
+        config: ClusterConfig,
+        on_record: Callable[[RequestRecord], None] = lambda record: None,
+        profile: Profile | None = None,
     ) -> AsyncIterator[Cluster]:
-        """Brings the cluster of `config` up; `on_record` gets the record of each request when it is through.
+        """Brings the cluster of `config` up; `on_record` gets the record of each request when it is through. Without a
+        `profile` of the machine engines are given all that waits, and batches have no quota of time.
 
-        Raises BadInputError for a model or a store that cannot be used, ClusterError when a process does not come
-        up."""
+        Raises BadInputError for a model or a store that cannot be used and for a cluster that this machine cannot
+        hold, ClusterError when a process does not come up."""
         model = await asyncio.to_thread(ServedModel.open, config)
+        check_memory(config, model)
         slots = {node.name: staging_slots(node, model.layout) for node in config.node}
         # The engines would refuse pools that hold nothing, too, but only after the store has been made.
         config.prefill.pool_tokens(model.layout, POLICIES[config.policy].layers_in_flight(model.layout.n_layer))
@@ -99,7 +111,7 @@ class Cluster:
             ) as store,
             contextlib.closing(LinkTable.create(link_rates(config))) as links,
         ):
-            cluster = cls(config, model, store, links)
+            cluster = cls(config, model, profile, store, links)
             up = graceful = False
             try:
                 await cluster._start(slots, on_record)
@@ -152,6 +164,14 @@ class Cluster:
             values = await self._in_time(asyncio.gather(*self._counters.values()), self.config.deadlines.transfer)
             return dict(zip(self._counters, values, strict=True))
 
+    async def measure(self, engine: EngineId, points: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Seconds that one layer's attention takes a prefill engine at each of `points`, (cached, new) tokens. The
+        engine must have no work."""
+        answer: asyncio.Future[Measured] = asyncio.get_running_loop().create_future()
+        self._measured[engine] = answer
+        self._send(engine, MeasureCompute(tuple(points)))
+        return (await self._in_time(answer, self.config.deadlines.silence)).seconds
+
     def link_counts(self) -> dict[LinkId, LinkCount]:
         """Bytes and busy seconds of each link since the start."""
         return self._links.counts()
@@ -178,7 +198,16 @@ class Cluster:
         loop = asyncio.get_running_loop()
         engines = {engine: node for node in config.node for engine in node.engine_ids}
         self.controller = Controller(
-            config, layout, self._store.catalog, slots, self.model.max_context, self._send, time.monotonic, on_record
+            config,
+            layout,
+            self._store.catalog,
+            slots,
+            self.model.max_context,
+            expected_reads(config, layout, self._rates, self._profile).rates,
+            scheduler_constants(config, layout, self._profile),
+            self._send,
+            time.monotonic,
+            on_record,
         )
         self._tasks += [asyncio.create_task(self._receive()), asyncio.create_task(self._deliver())]
         for name in (*slots, *engines):
@@ -218,6 +247,8 @@ class Cluster:
             role,
             self.config,
             self.model.layout,
+            engine in self.controller.leaders,
+            self._profile.attention if self._profile else None,
             str(self.model.directory),
             self._rates,
             {name: staging[name][0] for name in seen},
@@ -287,6 +318,11 @@ class Cluster:
                 self._break(BadInputError(error) if bad_input else ClusterError(f"{name}: {error}"))
             case Counters():
                 _settle(self._counters.get(name), report)
+            case Measured():
+                _settle(self._measured.get(name), report)
+            case Fetch():
+                self.controller.fetch(name)
+                self._changed()
             case _:
                 self.controller.handle(report)
                 self._changed()

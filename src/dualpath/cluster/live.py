@@ -7,8 +7,9 @@ import enum
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from dualpath.metrics.schema import RequestRecord
-from dualpath.scheduler.load import EngineLoad
+from dualpath.metrics.schema import Attempt, NodeRead, RequestRecord
+from dualpath.paths import node_of
+from dualpath.scheduler.load import EngineLoad, Queued
 from dualpath.types import BlockKey, DualPathError, EngineId, NodeId, ReadPlan, RecordLocation, Request, RequestId
 
 
@@ -19,7 +20,6 @@ class RequestFailedError(DualPathError):
 class Phase(enum.Enum):
     LOOKUP = enum.auto()
     QUEUED = enum.auto()
-    ASSIGNED = enum.auto()
     READING = enum.auto()
     PREFILL = enum.auto()
     DECODE = enum.auto()
@@ -59,6 +59,57 @@ class Handle:
 
 
 @dataclass(slots=True)
+class Run:
+    """One run of a request through the engines: what it is placed on, and what it holds there."""
+
+    item: Queued
+    """What the scheduler knows it by; `item.tokens` is the length of its prompt."""
+    pe: EngineLoad | None = None
+    de: EngineLoad | None = None
+    grown: int = 0
+    """Tokens of device memory beyond `item.reserve`."""
+    plan: ReadPlan = field(default_factory=ReadPlan)
+    hit: int = 0
+    leased: int = 0
+    reading: dict[NodeId, int] = field(default_factory=dict)
+    """Bytes that each node still owes."""
+    locations: list[RecordLocation] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    pe_slots: list[int] = field(default_factory=list)
+    de_slots: list[int] = field(default_factory=list)
+    admitted: bool = False
+    preempting: bool = False
+    granted: float = 0.0
+    # What its record says, also of engines that have let it go.
+    prefill_engine: EngineId = ""
+    decode_engine: EngineId = ""
+    reads: list[NodeRead] = field(default_factory=list)
+    chunks: tuple[int, ...] = ()
+    persisted: int = 0
+    recomputed: int = 0
+    compute_s: float = 0.0
+    blocked_s: float = 0.0
+
+    def attempt(self, block_tokens: int) -> Attempt:
+        """What is known of the run now."""
+        homes = self.plan.homes()[: self.hit]
+        at_de = sum(1 for node in homes if node == node_of(self.decode_engine))
+        return Attempt(
+            self.prefill_engine,
+            self.decode_engine,
+            reads=tuple(self.reads),
+            pe_read=(len(homes) - at_de) * block_tokens,
+            de_read=at_de * block_tokens,
+            computed=self.item.tokens - len(homes) * block_tokens,
+            chunks=self.chunks,
+            persisted_blocks=self.persisted,
+            recomputed_blocks=self.recomputed,
+            compute_s=self.compute_s,
+            blocked_s=self.blocked_s,
+        )
+
+
+@dataclass(slots=True)
 class Live:
     """One request in the controller. Times are those of RequestRecord."""
 
@@ -66,23 +117,14 @@ class Live:
     handle: Handle
     keys: list[BlockKey]
     arrival: float
+    run: Run
     phase: Phase = Phase.LOOKUP
-    pe: EngineLoad | None = None
-    pe_engine: EngineId = ""
-    de: EngineLoad | None = None
-    plan: ReadPlan = field(default_factory=ReadPlan)
-    hit: int = 0
-    leased: int = 0
-    reading: dict[NodeId, int] = field(default_factory=dict)
-    locations: list[RecordLocation] = field(default_factory=list)
-    bad: list[int] = field(default_factory=list)
+    given_way: list[Attempt] = field(default_factory=list)
+    """Its runs that were preempted."""
     heard: float = 0.0
-    pe_slots: list[int] = field(default_factory=list)
-    de_slots: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
-    chunks: tuple[int, ...] = ()
-    persisted: int = 0
-    recomputed: int = 0
+    argmax: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     assigned: float | None = None
     granted: float | None = None
     read: float | None = None
@@ -97,27 +139,35 @@ class Live:
         return self.request.id
 
     @property
+    def age(self) -> tuple[float, RequestId]:
+        """Orders requests by arrival, the oldest first."""
+        return self.arrival, self.id
+
+    @property
     def over(self) -> bool:
         return self.cancelled or bool(self.error)
 
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The prompt and what has been generated: the prompt of a run after a preemption."""
+        return (*self.request.prompt, *self.output)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt of this run."""
+        return self.context[: self.run.item.tokens]
+
     def record(self, block_tokens: int) -> RequestRecord:
         """What is known of the request now."""
-        homes = self.plan.homes()[: self.hit]
-        prompt = len(self.request.prompt)
-        at_de = sum(1 for node in homes if self.de is not None and node == self.de.node)
         return RequestRecord(
             self.id,
             self.request.session,
-            prompt,
+            len(self.request.prompt),
             tuple(self.output),
-            prefill_engine=self.pe_engine,
-            decode_engine=self.de.engine if self.de else "",
-            pe_read=(len(homes) - at_de) * block_tokens,
-            de_read=at_de * block_tokens,
-            computed=prompt - len(homes) * block_tokens,
-            chunks=self.chunks,
-            persisted_blocks=self.persisted,
-            recomputed_blocks=self.recomputed,
+            turn=self.request.turn,
+            argmax=tuple(self.argmax),
+            margins=tuple(self.margins),
+            attempts=(*self.given_way, self.run.attempt(block_tokens)),
             arrival=self.arrival,
             assigned=self.assigned,
             granted=self.granted,

@@ -9,9 +9,11 @@ import msgspec
 
 from dualpath.config import ClusterConfig
 from dualpath.layout import KVLayout
+from dualpath.scheduler.attention_time import AttentionTime
 from dualpath.types import (
     Admitted,
     BlockFull,
+    BlockNeeded,
     BlockRead,
     BlocksRead,
     BlockStaged,
@@ -24,6 +26,7 @@ from dualpath.types import (
     Prefilled,
     PrefillEnded,
     PrefillJob,
+    ReadProgress,
     Released,
     RequestId,
     Role,
@@ -66,11 +69,37 @@ class WriteBack(msgspec.Struct, frozen=True, tag=True):
     slot: int | None
 
 
+class Grow(msgspec.Struct, frozen=True, tag=True):
+    """The answer to BlockNeeded: one more block of device memory is the request's."""
+
+    request: RequestId
+
+
+class Preempt(msgspec.Struct, frozen=True, tag=True):
+    """The request gives way: it takes no further step, its full blocks are persisted, and its Released says
+    `preempted` (unless it had ended before)."""
+
+    request: RequestId
+
+
+class Assigned(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a leader's Fetch: which engine of its group gets which request."""
+
+    placements: tuple[tuple[RequestId, EngineId], ...]
+
+
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
 # --- Controller to anyone -----------------------------------------------------------------------------------
+
+
+class MeasureCompute(msgspec.Struct, frozen=True, tag=True):
+    """Asks an engine without work for Measured: the seconds of one layer's attention, each the median of several
+    repetitions, at each pair of (cached, new) tokens."""
+
+    points: tuple[tuple[int, int], ...]
 
 
 class ReportCounters(msgspec.Struct, frozen=True, tag=True):
@@ -82,8 +111,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 NodeCommand = ReadBlocks | CancelRead | WriteBlock | ReportCounters | Stop
-PrefillCommand = Prefill | CancelRequest | ReportCounters | Stop
-DecodeCommand = Decode | WriteBack | CancelRequest | ReportCounters | Stop
+PrefillCommand = Prefill | Assigned | CancelRequest | MeasureCompute | ReportCounters | Stop
+DecodeCommand = Decode | WriteBack | Grow | Preempt | Assigned | CancelRequest | ReportCounters | Stop
 Command = NodeCommand | PrefillCommand | DecodeCommand
 
 # --- To the controller --------------------------------------------------------------------------------------
@@ -100,6 +129,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     bad_input: bool
 
 
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """A group's leader is ready to hand out work. Answered with Assigned as soon as there is some: a leader that does
+    not ask, because it is busy, stuck or dead, gets nothing."""
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Seconds at each of MeasureCompute's points."""
+
+    seconds: tuple[float, ...]
+
+
 class Counters(msgspec.Struct, frozen=True, tag=True):
     """Totals since the start: seconds computing."""
 
@@ -107,9 +147,19 @@ class Counters(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestEvent = (
-    BlocksRead | BlockWritten | Prefilled | PrefillEnded | Admitted | TokensOut | BlockFull | BlockStaged | Released
+    BlocksRead
+    | ReadProgress
+    | BlockWritten
+    | Prefilled
+    | PrefillEnded
+    | Admitted
+    | TokensOut
+    | BlockNeeded
+    | BlockFull
+    | BlockStaged
+    | Released
 )
-Report = Hello | Failed | Counters | RequestEvent
+Report = Hello | Failed | Fetch | Measured | Counters | RequestEvent
 
 # --- The start of a process ---------------------------------------------------------------------------------
 
@@ -152,6 +202,10 @@ class EngineBoot(msgspec.Struct, frozen=True, tag=True):
     role: Role
     config: ClusterConfig
     layout: KVLayout
+    leader: bool
+    """Fetches work for its group."""
+    attention: AttentionTime | None
+    """The fitted model of prefill's attention; without it batches have no quota of time."""
     model: str
     """Directory of the model."""
     rates: dict[LinkId, float | None]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from dualpath.config import BUNDLED_MODEL, ClusterConfig
 from dualpath.layout import KVLayout, ModelFingerprint
 from dualpath.models.bundled import ensure_bundled
 from dualpath.models.card import fingerprint, open_model_dir
+from dualpath.types import BadInputError, Role
+from dualpath.units import format_size
 
 
 def model_directory(path: str, progress: Callable[[str], None] | None = None) -> Path:
@@ -29,6 +33,8 @@ class ServedModel(msgspec.Struct, frozen=True):
     fingerprint: ModelFingerprint
     max_context: int
     vocab: int
+    weight_bytes: int
+    """Bytes of the weights in an engine's memory, in fp32."""
 
     @classmethod
     def open(cls, config: ClusterConfig) -> ServedModel:
@@ -37,4 +43,26 @@ class ServedModel(msgspec.Struct, frozen=True):
         card = open_model_dir(directory)
         layout = card.layout(config.model.kv_dtype, config.model.block_tokens)
         identity = fingerprint(directory, card, config.model.kv_dtype, config.model.block_tokens)
-        return cls(directory, layout, identity, card.max_positions, card.vocab)
+        weights = 4 * sum(math.prod(shape) for shape in card.tensors().values())
+        return cls(directory, layout, identity, card.max_positions, card.vocab, weights)
+
+
+PROCESS_BYTES = 250 * 10**6
+"""What an engine process takes besides weights and pools."""
+
+
+def check_memory(config: ClusterConfig, model: ServedModel) -> None:
+    """Raises BadInputError when this machine has not the memory for the nodes and engines of `config`."""
+    need = 0
+    for node in config.node:
+        pool = config.prefill.kv_memory if node.role is Role.PREFILL else config.decode.kv_memory
+        need += node.staging + node.write_back_bytes
+        need += node.engines * (model.weight_bytes + pool + PROCESS_BYTES)
+    have = psutil.virtual_memory().available
+    if need > have:
+        engines = sum(node.engines for node in config.node)
+        raise BadInputError(
+            f"the cluster needs {format_size(need)} of memory ({engines} engines of {format_size(model.weight_bytes)} "
+            f"of weights each, their KV memory, and the nodes' staging memory); this machine has {format_size(have)} "
+            "available: use fewer engines, or lower kv_memory and staging"
+        )

@@ -1,23 +1,26 @@
-"""Replaying trajectories on a fresh cluster, and the summary of what happened."""
+"""Replaying agents on a fresh cluster, and the summary of what happened."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from dualpath.cluster.cluster import Cluster
 from dualpath.cluster.messages import Counters
+from dualpath.cluster.profile import Profile
 from dualpath.config import ClusterConfig
 from dualpath.metrics.bottleneck import ResourceKind, Usage, bottleneck
 from dualpath.metrics.schema import Cost, NodeSample, RequestRecord, RunSummary
 from dualpath.metrics.summary import summarize
 from dualpath.paths import LinkKind, link_id
 from dualpath.transfer.links import LinkCount
-from dualpath.types import LinkId, Request, Role, Trajectory
-from dualpath.workload.agents import AgentRun, run_agents
+from dualpath.types import LinkId, Request, Role
+from dualpath.workload.agents import Agent, AgentRun, run_agents
+from dualpath.workload.arrivals import StoppingRule, Verdict
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -33,34 +36,70 @@ class Progress(msgspec.Struct, frozen=True):
 Report = Callable[[Progress], None]
 
 
+class Online(msgspec.Struct, frozen=True):
+    """Agents that arrive one after another, `arrivals` in seconds from the start, until `rule` ends the run."""
+
+    arrivals: Iterator[float]
+    rule: StoppingRule
+
+
 class Replay(msgspec.Struct, frozen=True):
     """What a replay gave: the summary, the record of each request, each agent's replies, the bytes and busy seconds of
-    each link, and how many full blocks could not be stored."""
+    each link, and how many full blocks could not be stored. `verdict`: of the stopping rule, where there was one."""
 
     summary: RunSummary
     records: tuple[RequestRecord, ...]
     agents: tuple[AgentRun, ...]
     links: dict[LinkId, LinkCount]
     dropped_writes: int
+    verdict: Verdict
 
 
-async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], report: Report, stage: str = "") -> Replay:
-    """Replays `trajectories` on a fresh cluster of `config`, and waits until it has written everything back."""
+async def replay(
+    config: ClusterConfig,
+    agents: Iterable[Agent],
+    report: Report,
+    stage: str = "",
+    *,
+    turns: int = 0,
+    profile: Profile | None = None,
+    online: Online | None = None,
+) -> Replay:
+    """Replays `agents` on a fresh cluster of `config`, and waits until it has written everything back. `turns`: how
+    many requests that will be, where it is known."""
     stage = stage or config.policy.value
-    total = sum(len(trajectory.turns) for trajectory in trajectories)
     records: list[RequestRecord] = []
+    stop = asyncio.Event()
+    verdict = Verdict.GOING_ON
+    started = time.monotonic()
+
+    def on_record(record: RequestRecord) -> None:
+        nonlocal verdict
+        records.append(record)
+        if online and record.first_token is not None and not record.cancelled and verdict is Verdict.GOING_ON:
+            verdict = online.rule.sample(record.first_token - started, record.first_token - record.arrival)
+            if verdict is not Verdict.GOING_ON:
+                stop.set()
+
     done = itertools.count(1)
-    report(Progress(stage, 0, total, "starting"))
-    async with Cluster.start(config, records.append) as cluster, cluster.metered() as meter:
+    report(Progress(stage, 0, turns, "starting"))
+    async with Cluster.start(config, on_record, profile) as cluster, cluster.metered() as meter:
 
         async def submit(request: Request) -> Sequence[int]:
-            answer = await cluster.submit(request).answer()
-            report(Progress(stage, next(done), total))
+            handle = cluster.submit(request)
+            try:
+                answer = await handle.answer()
+            except asyncio.CancelledError:  # the agent is stopped: so is what it asked for
+                cluster.cancel(request.id)
+                raise
+            report(Progress(stage, next(done), turns))
             return answer
 
-        report(Progress(stage, 0, total))
+        report(Progress(stage, 0, turns))
         started = time.monotonic()
-        agents = await run_agents(trajectories, submit, itertools.count())
+        ran = await run_agents(
+            agents, submit, itertools.count(), arrivals=online.arrivals if online else None, stop=stop
+        )
         wall_s = time.monotonic() - started
         await cluster.drain()
         counters, links = await cluster.counters(), cluster.link_counts()
@@ -68,11 +107,11 @@ async def replay(config: ClusterConfig, trajectories: Sequence[Trajectory], repo
             config.policy,
             records,
             node_samples(config, links, counters),
-            [agent.seconds for agent in agents],
+            [agent.seconds for agent in ran],
             bottleneck(_usages(config, links, counters), wall_s),
             Cost(wall_s, meter.cpu_s(), meter.peak_bytes, cluster.controller.events),
         )
-    return Replay(summary, tuple(records), tuple(agents), links, cluster.controller.dropped_writes)
+    return Replay(summary, tuple(records), tuple(ran), links, cluster.controller.dropped_writes, verdict)
 
 
 def node_samples(

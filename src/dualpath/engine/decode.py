@@ -5,10 +5,15 @@ one inbox, which it empties between steps. A request is
 
     copying in  ->  decoding  ->  ending  ->  released
                  `Admitted`    `TokensOut(finished)`   `Released`
+                               or `preempt`
 
 and holds its device blocks until it is released: when no copy of it is under way and each `BlockFull` has been
 answered, or its deadline has passed. `Released` is the last event of every request; a write-back slot that was granted
 and not reported by `BlockStaged` before it is untouched from then on.
+
+A request starts with the blocks that its job grants. When it begins to fill the last of them and the rest of its reply
+does not fit, it asks for one more (`BlockNeeded`); until that is granted (`grow`) it decodes as far as there is room,
+and then sits steps out while others go on.
 
 Each step ends with its tokens on the host, so all KV that it wrote is in the pool and nothing reads it any more: copies
 that start between steps need no fence.
@@ -16,27 +21,30 @@ that start between steps need no fence.
 
 from __future__ import annotations
 
-import enum
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from dualpath import paths
+from dualpath.engine.decode_kv import DecodeKV
+from dualpath.engine.decode_request import Active, Phase
 from dualpath.engine.device import Device
+from dualpath.engine.greedy import greedy
 from dualpath.engine.moves import block_rows
 from dualpath.engine.pipeline import FabricStuckError, outcome
-from dualpath.engine.pools import DecodePool
+from dualpath.engine.pools import BlockTable, DecodePool
 from dualpath.models.seam import Model, PackedBatch
 from dualpath.transfer.fabric import Descriptors, Fabric, TrafficClass
 from dualpath.types import (
     Admitted,
     BlockFull,
+    BlockNeeded,
     BlockStaged,
     DecodeJob,
     DualPathError,
@@ -66,28 +74,6 @@ class DecodeCounters(msgspec.Struct, frozen=True):
     free_blocks: int = 0
 
 
-class _Phase(enum.Enum):
-    COPYING_IN = enum.auto()
-    DECODING = enum.auto()
-    ENDING = enum.auto()
-
-
-@dataclass
-class _Active:
-    job: DecodeJob
-    blocks: tuple[int, ...]
-    tokens: int
-    """Tokens whose KV is in the pool."""
-    last: int
-    """The newest token, whose KV the next step computes."""
-    generated: int = 1
-    phase: _Phase = _Phase.COPYING_IN
-    asked: dict[int, float] = field(default_factory=dict)
-    """Full blocks that the controller has not answered for yet, and until when."""
-    copies: int = 0
-    error: str = ""
-
-
 # --- What the compute thread is told ------------------------------------------------------------------------
 
 
@@ -100,6 +86,16 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Cancel:
+    request: RequestId
+
+
+@dataclass(frozen=True)
+class _Grow:
+    request: RequestId
+
+
+@dataclass(frozen=True)
+class _Preempt:
     request: RequestId
 
 
@@ -118,34 +114,7 @@ class _Close:
     pass
 
 
-_Message = DecodeJob | _Answer | _Cancel | _Copied | _Close
-
-
-class DecodeKV:
-    """`models.seam.LayerKV` over the decode pool: `blocks[r]` hold request r's KV, `cached[r]` tokens of it so far."""
-
-    def __init__(
-        self, pool: DecodePool, blocks: Sequence[Sequence[int]], cached: Sequence[int], new: Sequence[int]
-    ) -> None:
-        self._pool, self._blocks = pool, blocks
-        self._tokens = [c + n for c, n in zip(cached, new, strict=True)]
-        self._rows = torch.cat(
-            [pool.rows(b, c, total) for b, c, total in zip(blocks, cached, self._tokens, strict=True)]
-        ).to(pool.layer(0).device)
-        self._token_shape: Sequence[int] = ()
-
-    def store(self, layer: int, kv: torch.Tensor) -> None:
-        self._token_shape = kv.shape[1:]
-        self._pool.layer(layer).index_copy_(0, self._rows, kv.flatten(1).to(self._pool.dtype))
-
-    def load(self, layer: int) -> Sequence[torch.Tensor]:
-        return [
-            self._pool.prefix(layer, blocks, tokens).view(tokens, *self._token_shape)
-            for blocks, tokens in zip(self._blocks, self._tokens, strict=True)
-        ]
-
-    def done(self, layer: int) -> None:
-        return None
+_Message = DecodeJob | _Answer | _Grow | _Preempt | _Cancel | _Copied | _Close
 
 
 class DecodeEngine:
@@ -179,21 +148,31 @@ class DecodeEngine:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._counters = DecodeCounters(free_blocks=pool.allocator.free_blocks)  # replaced whole by the thread
         # From here on: the compute thread's.
-        self._active: dict[RequestId, _Active] = {}
+        self._active: dict[RequestId, Active] = {}
         self._copying: dict[tuple[RequestId, int | None], float] = {}  # under way, and when they must have ended
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"{engine} decode", daemon=True)
         self._thread.start()
 
     def submit(self, job: DecodeJob) -> None:
-        """Takes a request whose prompt's KV is complete in the node's staging slots. The controller has granted the
-        device blocks: without them it ends with an error."""
+        """Takes a request whose prompt's KV is complete in the node's staging slots. The controller has granted it
+        `device_blocks`: when they are not free, or do not hold the prompt, it ends with an error."""
         self._inbox.put(job)
 
     def write_back(self, request: RequestId, block: int, slot: int | None) -> None:
         """Answers a `BlockFull`: copy the block into `slot`, or None: it is not persisted. An answer that comes too
         late is ignored."""
         self._inbox.put(_Answer(request, block, slot))
+
+    def grow(self, request: RequestId) -> None:
+        """Answers a `BlockNeeded`: one more device block is the request's. One that has ended needs none."""
+        self._inbox.put(_Grow(request))
+
+    def preempt(self, request: RequestId) -> None:
+        """The request gives way after the step that is running: no further tokens; its full blocks are persisted as
+        ever, then it is released as `preempted`. While its prompt is copied in, that is waited for, so that its
+        staging slots come back by `Admitted`. One that has ended, or is complete with its first token, ends as ever."""
+        self._inbox.put(_Preempt(request))
 
     def cancel(self, request: RequestId) -> None:
         """The request ends after the step that is running. Unknown ones are ignored: they have just ended."""
@@ -212,16 +191,18 @@ class DecodeEngine:
     def _run(self) -> None:
         with torch.inference_mode():
             while True:
-                ready = [item for item in self._active.values() if item.phase is _Phase.DECODING]
-                self._listen(wait=self._closing or not ready)
+                self._listen(wait=self._closing or not self._ready())
                 self._expire()
                 if self._closing:
                     if not self._copying:
                         return
                     continue
-                batch = [item for item in self._active.values() if item.phase is _Phase.DECODING][: self._max_batch]
-                if batch:
+                if batch := self._ready()[: self._max_batch]:
                     self._step(batch)
+
+    def _ready(self) -> list[Active]:
+        """Requests that decode and have room to, in order of arrival."""
+        return [item for item in self._active.values() if item.phase is Phase.DECODING and item.has_room]
 
     def _listen(self, wait: bool) -> None:
         """Handles what is in the inbox; with nothing else to do, waits for the next message or deadline."""
@@ -261,31 +242,40 @@ class DecodeEngine:
             self._copied(message)
         elif isinstance(message, _Answer):
             self._answered(message)
-        elif isinstance(message, _Cancel):
-            if message.request in self._active:
-                self._end(self._active[message.request], skip_asked=True)
-        else:
+        elif isinstance(message, _Close):
             self._closing = True
+        elif (item := self._active.get(message.request)) is None:
+            return  # it has just ended
+        elif isinstance(message, _Grow):
+            self._grow(item)
+        elif isinstance(message, _Preempt):
+            self._preempt(item)
+        else:
+            self._end(item, skip_asked=True)
 
     def _admit(self, job: DecodeJob) -> None:
         layout = self._pool.layout
-        needed = layout.blocks(job.prompt_tokens + job.max_tokens)
+        prompt_blocks = layout.blocks(job.prompt_tokens)
         problem = ""
         blocks: tuple[int, ...] | None = None
-        if len(job.slots) != layout.blocks(job.prompt_tokens):
-            problem = f"{len(job.slots)} slots for a prompt of {layout.blocks(job.prompt_tokens)} blocks"
-        elif job.request in self._active:
+        if job.request in self._active:
             _log.error("%s: request %d was submitted twice, the second is ignored", self._engine, job.request)
             return
-        elif (blocks := self._pool.allocator.allocate(needed)) is None:
+        if len(job.slots) != prompt_blocks:
+            problem = f"{len(job.slots)} slots for a prompt of {prompt_blocks} blocks"
+        elif job.device_blocks < prompt_blocks:
+            problem = f"{job.device_blocks} device blocks are granted for a prompt of {prompt_blocks} blocks"
+        elif job.forced and len(job.forced) != job.max_tokens - 1:
+            problem = f"{len(job.forced)} forced tokens after the first, of a reply of {job.max_tokens}"
+        elif (blocks := self._pool.allocator.allocate(job.device_blocks)) is None:
             problem = (
-                f"{needed} device blocks are needed, {self._pool.allocator.free_blocks} of "
+                f"{job.device_blocks} device blocks are granted, {self._pool.allocator.free_blocks} of "
                 f"{self._pool.allocator.blocks} are free"
             )
         if blocks is None:
-            self._emit(Released(job.request, f"request {job.request} at {self._engine}: {problem}"))
+            self._emit(Released(job.request, self._problem(job.request, problem)))
             return
-        item = _Active(job, blocks, job.prompt_tokens, job.first_token)
+        item = Active(job, BlockTable(blocks), layout.block_tokens)
         self._active[job.request] = item
         self._count()
         rows = block_rows(
@@ -293,7 +283,7 @@ class DecodeEngine:
         )
         self._copy(item, paths.ADMIT, rows)
 
-    def _copy(self, item: _Active, hop: paths.Hop, rows: Descriptors, block: int | None = None, slot: int = 0) -> None:
+    def _copy(self, item: Active, hop: paths.Hop, rows: Descriptors, block: int | None = None, slot: int = 0) -> None:
         """Starts the copy of `rows`, in or out; its end comes to the inbox."""
         request, nbytes = item.job.request, int(rows[:, 2].sum())
         links = hop.links(self._engine, self._engine)  # only the decode side's links are used
@@ -321,32 +311,36 @@ class DecodeEngine:
             self._count(not_staged=1)
         self._settle(item)
 
-    def _copied_in(self, item: _Active, copied: _Copied) -> None:
+    def _copied_in(self, item: Active, copied: _Copied) -> None:
         if copied.error is None:
             self._count(paths.ADMIT, copied.nbytes)
-        if item.phase is not _Phase.COPYING_IN:  # cancelled meanwhile
+        if item.phase is not Phase.COPYING_IN:  # cancelled meanwhile
             return
         if copied.error is not None:
-            self._end(item, f"request {copied.request} at {self._engine}: {copied.error}", skip_asked=True)
+            self._end(item, self._problem(copied.request, copied.error), skip_asked=True)
             return
         job = item.job
         self._emit(Admitted(job.request))
-        item.phase = _Phase.DECODING
+        item.phase = Phase.DECODING
         for block in range(job.hit_blocks, self._pool.layout.full_blocks(job.prompt_tokens)):
             self._ask(item, block)
-        if self._is_last(item):
-            self._emit(TokensOut(job.request, (), finished=True))
+        if item.complete:
+            self._emit(TokensOut(job.request, (), (), finished=True))
             self._end(item)
+        elif item.preempted:
+            self._end(item, preempted=True)
+        else:
+            self._ask_for_room(item)
 
-    def _step(self, batch: Sequence[_Active]) -> None:
+    def _step(self, batch: Sequence[Active]) -> None:
         """One token for each request of `batch`."""
         start = time.perf_counter()
         try:
-            tokens = self._forward(batch)
+            said = self._forward(batch)
         except Exception as failure:  # whatever it is, it is this batch's end and not the engine's
             _log.warning("%s: a step of %d requests failed", self._engine, len(batch), exc_info=True)
             for item in batch:
-                self._end(item, f"request {item.job.request} at {self._engine}: {failure!r}", skip_asked=True)
+                self._end(item, self._problem(item.job.request, repr(failure)), skip_asked=True)
             return
         before = self._counters
         self._counters = msgspec.structs.replace(
@@ -357,18 +351,18 @@ class DecodeEngine:
             max_batch=max(before.max_batch, len(batch)),
             gathers=self._pool.gathers,
         )
-        for item, token in zip(batch, tokens, strict=True):
-            item.tokens += 1
-            item.generated += 1
-            item.last = token
+        for item, token, margin in zip(batch, *said, strict=True):
+            item.step(token)
             if item.tokens % self._pool.layout.block_tokens == 0:
                 self._ask(item, item.tokens // self._pool.layout.block_tokens - 1)
-            last = self._is_last(item)
-            self._emit(TokensOut(item.job.request, (token,), finished=last))
-            if last:
+            self._emit(TokensOut(item.job.request, (token,), (margin,), finished=item.complete))
+            if item.complete:
                 self._end(item)
+            else:
+                self._ask_for_room(item)
 
-    def _forward(self, batch: Sequence[_Active]) -> list[int]:
+    def _forward(self, batch: Sequence[Active]) -> tuple[list[int], list[float]]:
+        """The model's next token for each request of `batch`, and its margin."""
         cached, new = tuple(item.tokens for item in batch), (1,) * len(batch)
         packed = PackedBatch(
             torch.tensor([item.last for item in batch], dtype=torch.int64, device=self._device.torch_device),
@@ -376,14 +370,34 @@ class DecodeEngine:
             new,
         )
         kv = DecodeKV(self._pool, [item.blocks for item in batch], cached, new)
-        tokens: list[int] = self._model.forward(packed, kv, range(len(batch))).argmax(-1).tolist()
-        return tokens
+        return greedy(self._model.forward(packed, kv, range(len(batch))))
 
-    @staticmethod
-    def _is_last(item: _Active) -> bool:
-        return item.generated == item.job.max_tokens or item.last in item.job.stop_tokens
+    # --- Room -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, item: _Active, block: int) -> None:
+    def _ask_for_room(self, item: Active) -> None:
+        if item.needs_block():
+            self._emit(BlockNeeded(item.job.request))
+
+    def _grow(self, item: Active) -> None:
+        if item.phase is Phase.ENDING:
+            return
+        block = self._pool.allocator.extend(item.blocks.blocks[-1])
+        if block is None:
+            total = self._pool.allocator.blocks
+            self._end(item, self._problem(item.job.request, f"a device block is granted, none of {total} is free"))
+            return
+        item.blocks.append(block)
+        self._count()
+
+    def _preempt(self, item: Active) -> None:
+        if item.phase is Phase.COPYING_IN:
+            item.preempted = True  # once it is copied in
+        elif item.phase is Phase.DECODING:
+            self._end(item, preempted=True)
+
+    # --- Write-back -----------------------------------------------------------------------------------------------
+
+    def _ask(self, item: Active, block: int) -> None:
         item.asked[block] = time.monotonic() + self._write_back_deadline_s
         self._emit(BlockFull(item.job.request, block))
 
@@ -397,7 +411,7 @@ class DecodeEngine:
             layout = self._pool.layout
             rows = block_rows(
                 layout,
-                [item.blocks[answer.block]],
+                [item.blocks.blocks[answer.block]],
                 self._pool.layer_stride,
                 [answer.slot],
                 self._slot_stride,
@@ -408,23 +422,26 @@ class DecodeEngine:
 
     # --- Ending ---------------------------------------------------------------------------------------------------
 
-    def _end(self, item: _Active, error: str = "", *, skip_asked: bool = False) -> None:
+    def _end(self, item: Active, error: str = "", *, skip_asked: bool = False, preempted: bool = False) -> None:
         """No further tokens. `skip_asked`: nor waiting for answers, what has not been granted is not persisted."""
-        item.phase = _Phase.ENDING
+        item.phase, item.preempted = Phase.ENDING, preempted
         item.error = item.error or error
         if skip_asked and item.asked:
             self._count(not_staged=len(item.asked))
             item.asked.clear()
         self._settle(item)
 
-    def _settle(self, item: _Active) -> None:
+    def _settle(self, item: Active) -> None:
         """Releases a request that has ended and for which nothing is under way."""
-        if item.phase is not _Phase.ENDING or item.asked or item.copies or item.job.request not in self._active:
+        if item.phase is not Phase.ENDING or item.asked or item.copies or item.job.request not in self._active:
             return
         del self._active[item.job.request]
-        self._pool.allocator.release(item.blocks)
+        self._pool.allocator.release(item.blocks.blocks)
         self._count()
-        self._emit(Released(item.job.request, item.error))
+        self._emit(Released(item.job.request, item.error, item.preempted))
+
+    def _problem(self, request: RequestId, what: object) -> str:
+        return f"request {request} at {self._engine}: {what}"
 
     def _count(self, hop: paths.Hop | None = None, nbytes: int = 0, not_staged: int = 0) -> None:
         before = self._counters

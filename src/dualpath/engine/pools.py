@@ -85,12 +85,42 @@ class BlockAllocator:
         self._free[taken] = False
         return tuple(taken.tolist())
 
+    def extend(self, last: int) -> int | None:
+        """One more block for a request whose last one is `last`: the next one if it is free, else the free one that is
+        furthest from the start, where it is in nobody else's way. None: there is none."""
+        free = np.flatnonzero(self._free)
+        if not len(free):
+            return None
+        block = last + 1 if last + 1 < self.blocks and self._free[last + 1] else int(free[-1])
+        self._free[block] = False
+        return block
+
     def release(self, blocks: Sequence[int]) -> None:
         """Gives blocks back. Raises ValueError, and changes nothing, when one of them is free already."""
         index = np.asarray(blocks, dtype=np.int64)
         if self._free[index].any() or len(np.unique(index)) != len(index):
             raise ValueError(f"blocks {sorted(blocks)}: at least one of them is free already")
         self._free[index] = True
+
+
+class BlockTable:
+    """The blocks of one request, in the order of its tokens. They need neither rise nor be consecutive: a request that
+    grows takes what is free."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self.blocks: list[int] = []
+        self.run = 0
+        """How many of the first blocks are consecutive."""
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def append(self, block: int) -> None:
+        if self.run == len(self.blocks) and (not self.blocks or block == self.blocks[-1] + 1):
+            self.run += 1
+        self.blocks.append(block)
 
 
 class DecodePool:
@@ -126,15 +156,14 @@ class DecodePool:
         """`[blocks * block_tokens, elements of a token]` in the KV dtype, a view."""
         return self._layers[layer]
 
-    def prefix(self, layer: int, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """The first `tokens` tokens of a request that owns `blocks`, `[tokens, elements of a token]`: a view when
-        its blocks are consecutive, otherwise a copy (counted)."""
-        size = self.layout.block_tokens
-        used = blocks[: self.layout.blocks(tokens)]
-        first = used[0]
-        if used[-1] - first == len(used) - 1:  # the allocator hands blocks out in rising order
-            return self._layers[layer][first * size : first * size + tokens]
+    def prefix(self, layer: int, table: BlockTable, tokens: int) -> torch.Tensor:
+        """The first `tokens` tokens of a request, `[tokens, elements of a token]`: a view when their blocks are
+        consecutive, otherwise a copy (counted)."""
+        size, used = self.layout.block_tokens, self.layout.blocks(tokens)
+        if used <= table.run:
+            first = table.blocks[0] * size
+            return self._layers[layer][first : first + tokens]
         self.gathers += 1
-        index = torch.tensor(used, device=self._layers.device)
+        index = torch.tensor(table.blocks[:used], device=self._layers.device)
         whole = self._layers[layer].view(self.allocator.blocks, size, -1)
-        return whole.index_select(0, index).view(len(used) * size, -1)[:tokens]
+        return whole.index_select(0, index).view(used * size, -1)[:tokens]

@@ -19,6 +19,7 @@ import torch
 
 from dualpath import paths
 from dualpath.engine.device import Device
+from dualpath.engine.greedy import greedy
 from dualpath.engine.pipeline import FabricStuckError, LayerwiseKV, Member
 from dualpath.engine.pools import PrefillPool
 from dualpath.models.seam import Model, PackedBatch
@@ -169,7 +170,8 @@ class PrefillEngine:
                 return [(item, chunk.new) for item, chunk in zip(queue, chunks, strict=False)]
 
     def _step(self, batch: Sequence[tuple[_Queued, int]]) -> None:
-        error, firsts = "", {}
+        error = ""
+        firsts: dict[RequestId, tuple[int, float]] = {}
         try:
             firsts = self._forward(batch)
         except FabricStuckError:
@@ -186,11 +188,12 @@ class PrefillEngine:
             if item.cancelled or error:
                 self._end(item, PrefillEnded(request, "" if item.cancelled else error, chunks))
             elif request in firsts:
-                self._end(item, Prefilled(request, firsts[request], chunks, item.compute_s, item.blocked_s))
+                first, margin = firsts[request]
+                self._end(item, Prefilled(request, first, chunks, item.compute_s, item.blocked_s, margin))
 
-    def _forward(self, batch: Sequence[tuple[_Queued, int]]) -> dict[RequestId, int]:
-        """One forward pass; returns the first token of each request whose prompt ends with it, once all KV of the
-        batch has arrived in the decode nodes' slots."""
+    def _forward(self, batch: Sequence[tuple[_Queued, int]]) -> dict[RequestId, tuple[int, float]]:
+        """One forward pass; returns the first token, with its margin, of each request whose prompt ends with it, once
+        all KV of the batch has arrived in the decode nodes' slots."""
         members = [Member(item.job, item.cached, new) for item, new in batch]
         finishing = [index for index, (item, new) in enumerate(batch) if new == item.remaining]
         tokens = [token for m in members for token in m.job.prompt[m.cached : m.cached + m.new]]
@@ -205,14 +208,14 @@ class PrefillEngine:
         start = time.perf_counter()
         try:
             with kv:
-                first_tokens = self._model.forward(packed, kv, finishing).argmax(-1).tolist()
+                firsts = zip(*greedy(self._model.forward(packed, kv, finishing)), strict=True)
         finally:
             compute_s = max(time.perf_counter() - start - kv.blocked.total_s, 0.0)
             self._count(members, kv, compute_s)
             for item, _ in batch:
                 item.compute_s += compute_s
                 item.blocked_s += kv.blocked.total_s
-        return {members[index].job.request: token for index, token in zip(finishing, first_tokens, strict=True)}
+        return {members[index].job.request: first for index, first in zip(finishing, firsts, strict=True)}
 
     def _end(self, item: _Queued, event: Event) -> None:
         with self._changed:

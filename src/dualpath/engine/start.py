@@ -17,6 +17,7 @@ from dualpath.models.card import ModelCard, open_model_dir
 from dualpath.models.memory_kv import MemoryKV, new_cache
 from dualpath.models.seam import Model, PackedBatch
 from dualpath.models.weights import load_model
+from dualpath.scheduler.attention_time import AttentionTime
 from dualpath.scheduler.policy import POLICIES
 from dualpath.store.format import slot_bytes
 from dualpath.transfer.fabric import Fabric
@@ -32,9 +33,11 @@ def start_engine(
     device: Device,
     fabric: Fabric,
     emit: Callable[[Event], None],
+    attention: AttentionTime | None = None,
 ) -> PrefillEngine | DecodeEngine:
     """An engine of this process, which computes with one thread. The staging memory that it uses is, or will be,
-    registered in `fabric` under its node's name. Raises BadInputError when the model cannot be used."""
+    registered in `fabric` under its node's name. `attention`: the fitted model with which a prefill engine keeps to
+    `scheduler.quota`. Raises BadInputError when the model cannot be used."""
     torch.set_num_threads(1)
     dtype, deadlines = config.model.kv_dtype, config.deadlines
     card = open_model_dir(model_directory)
@@ -52,6 +55,8 @@ def start_engine(
             slot_stride=slot_bytes(layout),
             chunk_tokens=config.prefill.chunk_tokens,
             deadline_s=deadlines.transfer,
+            quota_s=config.scheduler.quota,
+            attention_time=attention,
         )
     return DecodeEngine(
         engine,

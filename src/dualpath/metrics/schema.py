@@ -8,24 +8,50 @@ import msgspec
 from dualpath.types import EngineId, NodeId, Policy, RequestId, Role
 
 
-class RequestRecord(msgspec.Struct, frozen=True):
-    """One request from arrival to end. A time is None when the request did not get so far.
+class NodeRead(msgspec.Struct, frozen=True):
+    """What one node was told to read for a request, in bytes, from the order until the last block was verified."""
 
-    `pe_read + de_read + computed` (and `device + dram`, which this runtime has none of yet) are the prompt's tokens.
-    """
+    node: NodeId
+    nbytes: int
+    start: float
+    end: float
 
-    request: RequestId
-    session: str
-    prompt_tokens: int
-    output: tuple[int, ...]
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One run of a request through prefill and decode: the first, or one after it was preempted.
+
+    `pe_read`, `de_read`, `computed`: tokens of its prompt by where their KV came from. `chunks`: miss tokens of each
+    chunk of its prefill; `compute_s` and `blocked_s` are those of `types.Prefilled`."""
+
     prefill_engine: EngineId = ""
     decode_engine: EngineId = ""
+    reads: tuple[NodeRead, ...] = ()
     pe_read: int = 0
     de_read: int = 0
     computed: int = 0
     chunks: tuple[int, ...] = ()
     persisted_blocks: int = 0
     recomputed_blocks: int = 0
+    compute_s: float = 0.0
+    blocked_s: float = 0.0
+
+
+class RequestRecord(msgspec.Struct, frozen=True):
+    """One request from arrival to end. A time is None when the request did not get so far.
+
+    `output` went into the context; `argmax` is what the model said, which differs only where the reply was forced, and
+    `margins` the lead of its logit over the second best. `attempts` has one entry, and one more for each preemption;
+    the times up to the first token are the first one's, and so are its tokens by source (`pe_read + de_read +
+    computed`, and `device + dram`, which this runtime has none of yet, are the prompt's tokens)."""
+
+    request: RequestId
+    session: str
+    prompt_tokens: int
+    output: tuple[int, ...]
+    turn: int = 0
+    argmax: tuple[int, ...] = ()
+    margins: tuple[float, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     arrival: float = 0.0
     assigned: float | None = None
     granted: float | None = None
@@ -35,6 +61,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
     end: float | None = None
     error: str = ""
     cancelled: bool = False
+
+    @property
+    def first(self) -> Attempt:
+        """The attempt that the client waited for."""
+        return self.attempts[0] if self.attempts else Attempt()
 
 
 class NodeSample(msgspec.Struct, frozen=True):
@@ -88,6 +119,14 @@ class Cost(msgspec.Struct, frozen=True):
     events: int
 
 
+class Agreement(msgspec.Struct, frozen=True):
+    """Of two teacher-forced runs of the same requests: the share of tokens whose argmax is the same, and how many of
+    the others had a margin over 1e-3 in either run."""
+
+    share: float
+    differ: int
+
+
 class RunSummary(msgspec.Struct, frozen=True):
     """The object that programs read (CLI.md)."""
 
@@ -114,6 +153,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     recomputed_blocks: int
     bottleneck: str
     tokens_sha256: str
+    argmax_agreement: Agreement | None
     wall_s: float
     cpu_s: float
     peak_rss_bytes: int

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 from dualpath.metrics.schema import Cost, NodeSample, RequestRecord, RunSummary, Shares, Sources, Spread
-from dualpath.types import Policy, Role
+from dualpath.types import NodeId, Policy, Role
 
 
 def summarize(
@@ -33,35 +34,56 @@ def summarize(
         seed=seed,
         jct_s=max(agent_seconds, default=0.0),
         agent_s=spread(agent_seconds),
-        ttft_s=spread(r.first_token - r.arrival for r in firsts if r.first_token is not None),
+        ttft_s=spread(value for r in firsts if (value := ttft(r)) is not None),
         ttst_s=spread(
             r.second_token - r.first_token for r in firsts if r.second_token is not None and r.first_token is not None
         ),
-        tpot_s=spread(
-            (r.end - r.first_token) / (len(r.output) - 1)
-            for r in firsts
-            if r.end is not None and r.first_token is not None and len(r.output) > 1
-        ),
+        tpot_s=spread(value for r in firsts if (value := tpot(r)) is not None),
         ttft_share=ttft_shares(firsts),
         prompt_tokens=sum(r.prompt_tokens for r in done),
         output_tokens=sum(len(r.output) for r in done),
         tokens_by_source=Sources(
             device=0,
             dram=0,
-            pe_read=sum(r.pe_read for r in done),
-            de_read=sum(r.de_read for r in done),
-            computed=sum(r.computed for r in done),
+            pe_read=sum(r.first.pe_read for r in done),
+            de_read=sum(r.first.de_read for r in done),
+            computed=sum(r.first.computed for r in done),
         ),
         node=tuple(nodes),
-        snic_max_over_avg=max_over_avg([node.snic_write_bytes for node in nodes]),
+        snic_max_over_avg=max_over_avg(list(bytes_under_load(records, [node.name for node in nodes]).values())),
         attention_max_over_avg=max_over_avg([n.engine_busy_s for n in nodes if n.role is Role.PREFILL]),
         failed=sum(1 for r in records if r.error),
         retried=0,
-        preempted=0,
-        recomputed_blocks=sum(r.recomputed_blocks for r in records),
+        preempted=sum(max(len(r.attempts) - 1, 0) for r in records),
+        recomputed_blocks=sum(attempt.recomputed_blocks for r in records for attempt in r.attempts),
         bottleneck=bottleneck,
         tokens_sha256=tokens_digest(done),
+        argmax_agreement=None,
         **msgspec.structs.asdict(cost),
+    )
+
+
+def ttft(record: RequestRecord) -> float | None:
+    """Seconds from arrival to the first token."""
+    return None if record.first_token is None else record.first_token - record.arrival
+
+
+def tpot(record: RequestRecord) -> float | None:
+    """Seconds per token after the first; None for a reply of one."""
+    if record.end is None or record.first_token is None or len(record.output) < 2:
+        return None
+    return (record.end - record.first_token) / (len(record.output) - 1)
+
+
+def meets(records: Iterable[RequestRecord], ttft_s: float, tpot_s: float, percentile: float) -> bool:
+    """Whether that percentile of the requests' TTFT and TPOT keeps the limits. One that failed has kept none."""
+    asked = [record for record in records if not record.cancelled]
+    firsts = [math.inf if record.error else value for record in asked if (value := ttft(record)) is not None]
+    firsts += [math.inf for record in asked if record.error and record.first_token is None]
+    furthers = [value for record in asked if (value := tpot(record)) is not None]
+    return all(
+        not values or float(np.percentile(values, percentile, method="higher")) <= limit
+        for values, limit in ((firsts, ttft_s), (furthers, tpot_s))
     )
 
 
@@ -84,6 +106,21 @@ def max_over_avg(values: Sequence[float]) -> float:
     """1.0 is perfect balance; 0.0 when nothing was carried at all."""
     total = sum(values)
     return max(values) * len(values) / total if total else 0.0
+
+
+def bytes_under_load(records: Iterable[RequestRecord], nodes: Iterable[NodeId]) -> dict[NodeId, int]:
+    """Bytes that each of `nodes` has read while all that read had something to read: until the first of them stays
+    idle for the rest of the run. What happens after that says how the work ended, not how it was balanced."""
+    reads = [read for record in records for attempt in record.attempts for read in attempt.reads]
+    last: dict[NodeId, float] = {}
+    for read in reads:
+        last[read.node] = max(last.get(read.node, read.end), read.end)
+    until = min(last.values(), default=0.0)
+    total = dict.fromkeys(nodes, 0)
+    for read in reads:
+        if read.end <= until:
+            total[read.node] += read.nbytes
+    return total
 
 
 def request_shares(record: RequestRecord) -> Shares:

@@ -42,7 +42,7 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             q, k, v = layer.qkv(x, plan)
             kv.store(i, torch.stack((k, v), dim=1))
-            attended = _attention(q, kv.load(i), plan)
+            attended = attention(q, kv.load(i), batch.new, plan.masks)
             kv.done(i)
             x = x + layer.output(attended)
             x = x + layer.mlp(x)
@@ -56,14 +56,12 @@ class Decoder:
         positions = torch.cat([torch.arange(cached, cached + new, device=device) for cached, new in spans])
         angles = positions[:, None, None].float() * self._rope  # [sum(new), 1, head_dim / 2], the same for each head
         ends = [sum(batch.new[: r + 1]) for r in range(len(spans))]
-        masks = [_bottom_right(cached, new, device, dtype) if new > 1 and cached else None for cached, new in spans]
-        return _Plan(spans, ends, masks, angles.cos().to(dtype), angles.sin().to(dtype))
+        masks = [attention_mask(cached, new, device, dtype) for cached, new in spans]
+        return _Plan(ends, masks, angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 @dataclass(frozen=True)
 class _Plan:
-    spans: list[tuple[int, int]]
-    """(cached, new) tokens of each request."""
     ends: list[int]
     """Row after the last new token of each request."""
     masks: list[Tensor | None]
@@ -101,17 +99,29 @@ class _Layer:
         return self._linear("mlp.down_proj", F.silu(self._linear("mlp.gate_proj", x)) * self._linear("mlp.up_proj", x))
 
 
-def _attention(q: Tensor, views: Sequence[Tensor], plan: _Plan) -> Tensor:
+def attention(q: Tensor, views: Sequence[Tensor], new: Sequence[int], masks: Sequence[Tensor | None]) -> Tensor:
     """Each request's new tokens over its own KV: Q `[sum(new), heads, head_dim]` to the same shape.
 
     `views[r]`, `[cached + new, 2, kv_heads, head_dim]`, is read where it lies; only another dtype makes a copy, of
-    one layer of one request."""
+    one layer of one request. `masks[r]` is its `attention_mask`."""
     out = torch.empty_like(q)
-    for view, (_, new), end, mask in zip(views, plan.spans, plan.ends, plan.masks, strict=True):
-        rows = slice(end - new, end)
+    end = 0
+    for view, count, mask in zip(views, new, masks, strict=True):
+        rows = slice(end, end + count)
+        end += count
         k, v = view.to(q.dtype).permute(1, 2, 0, 3).unsqueeze(1)  # each [1, kv_heads, cached + new, head_dim]
-        out[rows] = _one_token(q[rows], k, v) if new == 1 else _several_tokens(q[rows], k, v, mask)
+        out[rows] = _one_token(q[rows], k, v) if count == 1 else _several_tokens(q[rows], k, v, mask)
     return out
+
+
+def attention_mask(cached: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """`[new, cached + new]`, to be added to the scores: new token j sees all cached ones and new ones up to itself.
+
+    None where there is nothing to add: one token sees everything, and with nothing cached attention is plainly
+    causal."""
+    if new == 1 or not cached:
+        return None
+    return torch.full((new, cached + new), -math.inf, device=device, dtype=dtype).triu(cached + 1)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,11 +135,6 @@ def _several_tokens(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     heads = q.transpose(0, 1).unsqueeze(0)
     out = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
-
-
-def _bottom_right(cached: int, new: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """`[new, cached + new]`, to be added to the scores: new token j sees all cached ones and new ones up to itself."""
-    return torch.full((new, cached + new), -math.inf, device=device, dtype=dtype).triu(cached + 1)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

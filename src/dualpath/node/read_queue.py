@@ -1,8 +1,9 @@
 """The read queue of one node's storage NIC: requests FIFO, their blocks in batches, a few batches in flight.
 
 A batch takes its place on the emulated links when it is started and is through when its records are read and the
-links have passed them. Deadline and cancellation act between batches: what is started ends, so an event means that
-nothing of its request will land any more.
+links have passed them. Deadline and cancellation act between batches: what is started ends, so BlocksRead means that
+nothing of its request will land any more. Each batch but a request's last is reported as it ends, so that whoever
+counts what is still to be read is never behind by more than a batch.
 
 Links are charged with Full Blocks, the currency of `paths`; the headers of records are not counted.
 """
@@ -17,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from dualpath.layout import Bytes
 from dualpath.transfer.links import LinkTable
-from dualpath.types import DEADLINE, BlockRead, BlocksRead, DualPathError, LinkId, NodeId, RequestId
+from dualpath.types import DEADLINE, BlockRead, BlocksRead, DualPathError, LinkId, NodeId, ReadProgress, RequestId
 
 
 class BlockReader(Protocol):
@@ -50,7 +51,7 @@ class _Batch(NamedTuple):
 
 
 class ReadQueue:
-    """Reads blocks into slots and reports each request once. All methods may be called from any thread."""
+    """Reads blocks into slots; reports each request underway and at its end. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class ReadQueue:
         block_bytes: int,
         links: LinkTable,
         load: Sequence[LinkId],
-        emit: Callable[[BlocksRead], None],
+        emit: Callable[[BlocksRead | ReadProgress], None],
         deadline_s: float,
         batch_bytes: int,
         in_flight: int,
@@ -83,7 +84,7 @@ class ReadQueue:
         self._news = threading.Condition(self._lock)
         self._jobs: dict[RequestId, _Job] = {}  # all that are not reported yet
         self._queue: deque[_Job] = deque()  # those with blocks to start; one deadline for all, so the head's is first
-        self._ended: deque[_Job] = deque()
+        self._reports: deque[_Job | ReadProgress] = deque()  # jobs that have ended, and what others have read
         self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=self._read, name=f"{node}-read-{k}", daemon=True) for k in range(in_flight)
@@ -93,7 +94,7 @@ class ReadQueue:
             thread.start()
 
     def submit(self, request: RequestId, reads: Sequence[BlockRead]) -> None:
-        """Queues the blocks of a request, in prompt order; ends with exactly one BlocksRead.
+        """Queues the blocks of a request, in prompt order; ends with exactly one BlocksRead, after all ReadProgress.
 
         Raises ValueError for a request that is in the queue, DualPathError after `close`."""
         job = _Job(request, reads, time.monotonic() + self._deadline_s)
@@ -108,7 +109,7 @@ class ReadQueue:
                 self._work.notify()
                 self._news.notify()
             else:
-                self._end(job)
+                self._tell(job)
 
     def cancel(self, request: RequestId) -> None:
         """Drops what is not started of a request; its event follows when nothing of it is in flight. No effect on one
@@ -142,10 +143,10 @@ class ReadQueue:
             job.reasons[job.started :] = [reason] * (len(job.reads) - job.started)
             job.started = len(job.reads)
             if not job.in_flight:
-                self._end(job)
+                self._tell(job)
 
-    def _end(self, job: _Job) -> None:
-        self._ended.append(job)
+    def _tell(self, news: _Job | ReadProgress) -> None:
+        self._reports.append(news)
         self._news.notify()
 
     def _expire(self) -> None:
@@ -165,8 +166,9 @@ class ReadQueue:
             with self._lock:
                 job.reasons[start:stop] = reasons
                 job.in_flight -= 1
-                if not job.in_flight and job.started == len(job.reads):
-                    self._end(job)
+                last = not job.in_flight and job.started == len(job.reads)
+                nbytes = (stop - start) * self._block_bytes
+                self._tell(job if last else ReadProgress(job.request, self._node, nbytes))
 
     def _start(self) -> _Batch | None:
         """Takes the next batch and gives it its place on the links; None when the queue is closed."""
@@ -197,15 +199,19 @@ class ReadQueue:
     def _report(self) -> None:
         while True:
             with self._lock:
-                while not self._ended:
+                while not self._reports:
                     if self._closing.is_set():
                         return
                     self._expire()
-                    if not self._ended:
+                    if not self._reports:
                         self._news.wait(self._queue[0].deadline - time.monotonic() if self._queue else None)
-                job = self._ended.popleft()
+                news = self._reports.popleft()
                 if self._closing.is_set():
                     return
-                del self._jobs[job.request]
-            bad = tuple((read.key, reason) for read, reason in zip(job.reads, job.reasons, strict=True) if reason)
-            self._emit(BlocksRead(job.request, self._node, job.nblocks * self._block_bytes, bad, job.cancelled))
+                if isinstance(news, _Job):
+                    del self._jobs[news.request]
+            self._emit(self._ended(news) if isinstance(news, _Job) else news)
+
+    def _ended(self, job: _Job) -> BlocksRead:
+        bad = tuple((read.key, reason) for read, reason in zip(job.reads, job.reasons, strict=True) if reason)
+        return BlocksRead(job.request, self._node, job.nblocks * self._block_bytes, bad, job.cancelled)

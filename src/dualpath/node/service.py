@@ -1,9 +1,11 @@
 """What a node process does: reads blocks into its staging memory, and writes full blocks back.
 
 It owns the storage reader's queue (the emulated SNIC) and write-back; reads and writes have threads of their own, so a
-read never waits here for a write. Each order ends with exactly one event, after which its slots are not touched:
+read never waits here for a write. Each order ends with exactly one event, after which its slots are not touched; a
+read of several batches is reported on its way as well:
 
-    submit_read(request, reads)    -> BlocksRead(bad=...)            every block read and verified, or named as bad
+    submit_read(request, reads)    -> ReadProgress(nbytes)           for each batch but the last
+                                   -> BlocksRead(bad=...)            every block read and verified, or named as bad
     cancel_read(request)           -> BlocksRead(cancelled=True)     as soon as nothing of it is in flight
     submit_write(request, write)   -> BlockWritten(error=...)
 """

@@ -13,14 +13,20 @@ from dualpath.types import Policy
 
 class PlacementRule(enum.StrEnum):
     ROUND_ROBIN = "round_robin"
-    LEAST_TOKENS = "least_tokens"
+    """Dealt in turn over all engines on arrival (`round_robin`)."""
+    BY_LOAD = "by_load"
+    """The paper's: by what is queued and unfinished when a group fetches (`place_prefill`, `place_decode`)."""
 
 
 class ReadRule(enum.StrEnum):
     PE_ONLY = "pe_only"
     """Every hit block is read by the prefill node."""
+    BY_TURNS = "by_turns"
+    """All hit blocks of a request are read by one of its nodes: the prefill node, next time the decode node."""
     SHORTER_QUEUE = "shorter_queue"
     """All hit blocks of a request are read by the node with the shorter read queue (PAPER.md, "Read side")."""
+    SPLIT = "split"
+    """Both nodes read, so that they end together, where that ends earlier."""
 
 
 class PolicyRules(msgspec.Struct, frozen=True):
@@ -36,14 +42,16 @@ class PolicyRules(msgspec.Struct, frozen=True):
         return min(2, n_layer) if self.layerwise else n_layer
 
 
-_DUALPATH = PolicyRules(layerwise=True, placement=PlacementRule.LEAST_TOKENS, read=ReadRule.SHORTER_QUEUE)
+_DUALPATH = PolicyRules(layerwise=True, placement=PlacementRule.BY_LOAD, read=ReadRule.SHORTER_QUEUE)
 
 POLICIES: Mapping[Policy, PolicyRules] = MappingProxyType(
     {
         Policy.BASIC: PolicyRules(False, PlacementRule.ROUND_ROBIN, ReadRule.PE_ONLY),
         Policy.LAYERWISE: PolicyRules(True, PlacementRule.ROUND_ROBIN, ReadRule.PE_ONLY),
-        Policy.PE_SCHEDULED: PolicyRules(True, PlacementRule.LEAST_TOKENS, ReadRule.PE_ONLY),
+        Policy.PE_SCHEDULED: PolicyRules(True, PlacementRule.BY_LOAD, ReadRule.PE_ONLY),
+        Policy.DUALPATH_RR: PolicyRules(True, PlacementRule.ROUND_ROBIN, ReadRule.BY_TURNS),
         Policy.DUALPATH: _DUALPATH,
+        Policy.SPLIT: PolicyRules(True, PlacementRule.BY_LOAD, ReadRule.SPLIT),
         # The oracle decides like dualpath; what it lacks is the waiting, which its caller takes away.
         Policy.ORACLE: _DUALPATH,
     }
