@@ -175,7 +175,7 @@ def test_memory_that_the_machine_lacks_is_bad_input_and_leaves_no_store(
         async with Cluster.start(msgspec.structs.replace(config, node=nodes)):
             pass
 
-    with pytest.raises(BadInputError, match="the machine has"):
+    with pytest.raises(BadInputError, match="this machine has"):
         run(body())
     assert not (tmp_path / "store").exists()
     assert not psutil.Process().children()

@@ -175,33 +175,35 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
         title = "as many agents/s as keep the limits"
     table = Table(title=f"{base.nodes}: {title}", box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
     table.add_column("policy")
-    columns = ["JCT, s", "speed-up", "TTFT, s", "TTST, s", "TPOT, ms", "read by P", "read by D", "max/avg", "argmax"]
+    columns = ["JCT", "speed-up", "read", "TTFT", "TTST", "TPOT", "by P", "by D", "max/avg"]
     for name in [*columns, "agents/s"] if result.capacity_aps else columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for policy, run in runs.items():
         read = {role: sum(n.snic_write_bytes for n in run.node if n.role is role) for role in Role}
         row = [
             policy.value,
-            f"{run.jct_s:.1f}",
+            f"{run.jct_s:.1f} s",
             f"{base.jct_s / run.jct_s:.2f}x" if run.jct_s else "",
-            f"{run.ttft_s.p50:.2f}",
-            f"{run.ttst_s.p50:.2f}",
-            f"{run.tpot_s.p50 * 1e3:.0f}",
-            format_size(read[Role.PREFILL]),
-            format_size(read[Role.DECODE]),
+            f"{run.read_s.mean:.2f} s",
+            f"{run.ttft_s.mean:.2f} s",
+            f"{run.ttst_s.mean:.2f} s",
+            f"{run.tpot_s.mean * 1e3:.0f} ms",
+            f"{read[Role.PREFILL] / 1e6:.0f} MB",
+            f"{read[Role.DECODE] / 1e6:.0f} MB",
             f"{run.snic_max_over_avg:.2f}",
-            f"{run.argmax_agreement.share:.1%}" if run.argmax_agreement else "",
         ]
         if result.capacity_aps:
             row.append(f"{result.capacity_aps[policy]:.3g}")
         table.add_row(*row)
     out.print(table)
     out.print(
-        "Times to the first, second and further tokens are medians; max/avg is that of the storage NICs under load; "
-        f"argmax the share of tokens that the model says as under {options.policies[0].value}.",
+        "Means over requests. read: until the last hit block is verified; by P, by D: read from storage by prefill and "
+        "by decode nodes; max/avg: of the storage NICs' bytes under load.",
         soft_wrap=True,
         highlight=False,
     )
+    shares = [f"{p.value} {run.argmax_agreement.share:.2%}" for p, run in runs.items() if run.argmax_agreement]
+    out.print(f"The model says the same as under {options.policies[0].value}: {', '.join(shares)}.", highlight=False)
     for policy, run in runs.items():
         out.print(f"Bottleneck of {policy.value}: {run.bottleneck}.", soft_wrap=True, highlight=False)
         if run.argmax_agreement and run.argmax_agreement.differ:

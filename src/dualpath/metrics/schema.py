@@ -140,6 +140,8 @@ class RunSummary(msgspec.Struct, frozen=True):
     ttft_s: Spread
     ttst_s: Spread
     tpot_s: Spread
+    read_s: Spread
+    """From the order to read until the last block is verified, of requests with hits."""
     ttft_share: Shares
     prompt_tokens: int
     output_tokens: int

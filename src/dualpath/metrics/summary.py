@@ -39,6 +39,7 @@ def summarize(
             r.second_token - r.first_token for r in firsts if r.second_token is not None and r.first_token is not None
         ),
         tpot_s=spread(value for r in firsts if (value := tpot(r)) is not None),
+        read_s=spread(r.read - r.granted for r in firsts if r.first.reads and r.read and r.granted),
         ttft_share=ttft_shares(firsts),
         prompt_tokens=sum(r.prompt_tokens for r in done),
         output_tokens=sum(len(r.output) for r in done),
