@@ -168,3 +168,120 @@ def test_help(arguments: tuple[str, ...]) -> None:
     done = dualpath(*arguments)
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+CLUSTER = """
+[store]
+root = "{root}/store"
+[model]
+path = "{model}"
+block_tokens = 16
+[[node]]
+name = "p0"
+role = "prefill"
+staging = "4MB"
+[[node]]
+name = "d0"
+role = "decode"
+staging = "4MB"
+write_back = "1MB"
+[prefill]
+kv_memory = "16MB"
+batch_tokens = "2K"
+chunk_tokens = "1K"
+[decode]
+kv_memory = "8MB"
+"""
+
+
+@pytest.fixture
+def cluster(tiny: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.format(root=tmp_path, model=tiny))
+    return path
+
+
+TURN = {"session_id": "s", "turn": 0, "context_tokens": 100, "output_tokens": 4, "keep": 0, "add": [[1, 1]]}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--policy", "basic,turbo"), ("--policy", "'turbo'")),
+        (("--policy", ""), ("--policy", "empty")),
+        (("--rate", "0"), ("--rate is 0", "above 0")),
+        (("--rate", "-1"), ("--rate is -1", "above 0")),
+        (("--rate", "nan"), ("--rate is nan", "above 0")),
+        (("--rate", "inf"), ("--rate is inf",)),
+        (("--rate", "2", "--find-capacity"), ("--rate is 2", "--find-capacity")),
+        (("--slo-ttft", "0s"), ("--slo-ttft is 0", "above 0")),
+        (("--slo-tpot", "fast"), ("--slo-tpot", "'fast'", "300ms")),
+        (("--slo-percentile", "101"), ("--slo-percentile is 101", "at most 100")),
+        (("--time-scale", "0"), ("--time-scale is 0",)),
+        (("--scale-tokens", "1/0"), ("--scale-tokens", "'1/0'", "1/32")),
+        (("--scale-tokens", "2"), ("--scale-tokens", "'2'")),
+        (("--sessions", "0"), ("--sessions", "'0'")),
+        (("--max-turns", "x"), ("--max-turns", "'x'")),
+        (("--format", "csv"), ("csv", "native")),
+        (("--trace", "none.jsonl"), ("none.jsonl",)),
+        (("--cluster", "none.toml"), ("none.toml",)),
+    ],
+)
+def test_bad_options_of_bench_are_one_line(cluster: Path, options: tuple[str, ...], says: tuple[str, ...]) -> None:
+    assert_bad_input(dualpath("bench", "--cluster", cluster, *options), *says)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", ("empty",)),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", ("LFS",)),
+        (b"what is this\n", ("trace.jsonl",)),
+        (json.dumps({**TURN, "context_tokens": -5}).encode() + b"\n", ("line 1", "-5")),
+        (json.dumps({**TURN, "context_tokens": 10**30}).encode() + b"\n", ("line 1",)),
+        (json.dumps({**TURN, "context_tokens": 10**6, "add": [[1, 15625]]}).encode() + b"\n", ("no session",)),
+        (b"\xff\xfe\x00", ("trace.jsonl",)),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_one_line(
+    cluster: Path, tmp_path: Path, content: bytes, says: tuple[str, ...]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(content)
+    assert_bad_input(dualpath("bench", "--cluster", cluster, "--trace", trace), *says)
+
+
+def test_a_cluster_that_the_machine_cannot_hold_says_what_it_needs(cluster: Path) -> None:
+    cluster.write_text(cluster.read_text().replace('role = "decode"', 'role = "decode"\nengines = 5000'))
+    assert_bad_input(dualpath("bench", "--cluster", cluster), "needs", "5001 engines", "available")
+
+
+@pytest.mark.cluster
+def test_bench_measures_replays_and_keeps_what_it_did(cluster: Path, tmp_path: Path) -> None:
+    """`--out`: a record for each request, the resolved configuration, and the summary that --json prints."""
+    trace = tmp_path / "trace.jsonl"
+    turns = [
+        {**TURN, "turn": turn, "context_tokens": 100 + 64 * turn, "keep": turn, "add": [[1 + turn, 1]]}
+        for turn in range(3)
+    ]
+    trace.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    out = tmp_path / "out"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    profiled = dualpath("profile", "--cluster", cluster, "--json", scratch=scratch)
+    assert profiled.returncode == 0, profiled.stderr
+    assert (tmp_path / "cluster.profile.json").exists()
+    options = ("--trace", trace, "--no-delays", "--policy", "basic,dualpath", "--out", out, "--json")
+    done = dualpath("bench", "--cluster", cluster, *options, scratch=scratch)
+    assert done.returncode == 0, done.stderr
+    assert "Profile of this machine: from" in done.stderr
+    result = json.loads(done.stdout)
+    assert json.loads((out / "summary.json").read_text()) == result
+    config = json.loads((out / "config.json").read_text())
+    assert config["cluster"]["scheduler"] == {"alpha": 3.0, "beta": 5.0, "quota": 0.3}
+    for policy in ("basic", "dualpath"):
+        lines = (out / f"{policy}.records.jsonl").read_text().splitlines()
+        assert len(lines) == result["runs"][policy]["requests"] == 3
+        assert [json.loads(line)["turn"] for line in lines] == [0, 1, 2]
+    assert list(scratch.iterdir()) == []
+    assert not list(tmp_path.glob("dualpath-*"))

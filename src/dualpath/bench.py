@@ -19,7 +19,7 @@ from dualpath.cluster.model import ServedModel
 from dualpath.cluster.profile import Profile
 from dualpath.cluster.replay import Online, Replay, Report, replay
 from dualpath.cluster.scratch import memory_file_system, scratch_directory
-from dualpath.cluster.topology import expected_reads, link_rates
+from dualpath.cluster.topology import expected_reads, link_rates, longest_context
 from dualpath.config import ClusterConfig, EmulateSection
 from dualpath.metrics.agreement import agreement
 from dualpath.metrics.schema import RequestRecord, RunSummary
@@ -28,6 +28,10 @@ from dualpath.types import BadInputError, DualPathError, Policy
 from dualpath.workload.arrivals import CapacitySearch, StoppingRule, poisson
 from dualpath.workload.replay import TraceAgent, fit
 from dualpath.workload.trace import TraceSession
+
+PRECISION = 0.1
+"""How near to the capacity the lowest rate that failed is when a search is over: each probe is minutes of a cluster."""
+PROBES = 12
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -94,7 +98,7 @@ class SloMissedError(DualPathError):
 
 
 class Bench:
-    """Replays `sessions` on clusters of `config`. Raises BadInputError when nothing of them fits the model."""
+    """Replays `sessions` on clusters of `config`. Raises BadInputError when nothing of them fits there."""
 
     def __init__(
         self,
@@ -111,13 +115,14 @@ class Bench:
         self._model, self._profile, self._options, self._report = model, profile, options, report
         self.skipped: Counter[str] = Counter()
         self._sessions = []
+        longest = longest_context(config, model.layout, options.policies, model.max_context)
         for session in sessions:
-            cut = fit(session, options.scale, model.max_context, options.max_turns)
+            cut = fit(session, options.scale, longest, options.max_turns)
             if isinstance(cut, str):
                 self.skipped[f"session: {cut}"] += 1
                 continue
             if len(cut.turns) < min(len(session.turns), options.max_turns or len(session.turns)):
-                self.skipped["session cut at the first turn over the model's context"] += 1
+                self.skipped[f"session cut at the first turn of over {longest} tokens"] += 1
             if options.warm_up and len(cut.turns) < 2:
                 self.skipped["session of one turn, which the warm-up would be"] += 1
                 continue
@@ -125,7 +130,7 @@ class Bench:
         if not self._sessions:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.skipped.items())
             raise BadInputError(
-                f"no session of the trace can be replayed on a model of {model.max_context} tokens "
+                f"no session of the trace can be replayed on this cluster, which takes contexts of {longest} tokens "
                 f"({why or 'the trace has none'}); see --scale-tokens"
             )
 
@@ -239,7 +244,7 @@ class Bench:
         """The most agents per second that keep the SLO, how it was found, and the run at that rate."""
         policy, slo = config.policy.value, self._options.slo
         alone = await self._alone(config, warm, root)
-        search = CapacitySearch(first=1.0 / max(alone.summary.jct_s, 1e-3))
+        search = CapacitySearch(1.0 / max(alone.summary.jct_s, 1e-3), PRECISION, PROBES)
         probes: list[Probe] = []
         best = alone
         while (rate := search.next()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from dualpath.cluster.replay import Report
 
 
-def _number(name: str, value: float, *, least: float = 0.0, most: float = float("inf")) -> float:
-    if not least < value <= most:
-        upper = "" if most == float("inf") else f" and at most {most:g}"
-        raise BadInputError(f"--{name} is {value:g}, a number above {least:g}{upper} is needed")
+def _number(name: str, value: float, most: float = math.inf) -> float:
+    if not 0 < value <= most or value == math.inf:
+        upper = "" if most == math.inf else f" and at most {most:g}"
+        raise BadInputError(f"--{name} is {value:g}, a finite number above 0{upper} is needed")
     return value
 
 
@@ -107,7 +108,7 @@ def bench(
         slo=Slo(
             _limit("slo-ttft", slo_ttft),
             _limit("slo-tpot", slo_tpot),
-            _number("slo-percentile", slo_percentile, most=100.0),
+            _number("slo-percentile", slo_percentile, 100.0),
         ),
         seed=seed,
     )

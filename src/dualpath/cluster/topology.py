@@ -3,15 +3,17 @@ node's I/O loads, and the scheduler's rates and constants."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dualpath.cluster.profile import Profile
 from dualpath.config import ClusterConfig, EmulateSection, NodeSection
 from dualpath.layout import KVLayout
+from dualpath.node.staging import staging_slots
 from dualpath.paths import DE_READ, PE_READ, WRITE_BACK, Hop, LinkKind, link_id
 from dualpath.planner import ReadRates, read_rates
+from dualpath.scheduler.policy import POLICIES
 from dualpath.scheduler.scheduler import Constants
-from dualpath.types import LinkId, Role
+from dualpath.types import LinkId, Policy, Role
 
 UNKNOWN_SNIC = 1e9
 """Bytes/s that a storage NIC is taken to read at when nothing was measured: only the ratio between nodes matters."""
@@ -47,6 +49,19 @@ def _node_links(node: NodeSection, hop: Hop) -> tuple[LinkId, ...]:
     # A node's own I/O uses no engine's link, so any of its engines stands for the node.
     any_engine = node.engine_ids[0]
     return hop.links(any_engine, any_engine)
+
+
+def longest_context(config: ClusterConfig, layout: KVLayout, policies: Sequence[Policy], max_context: int) -> int:
+    """Tokens of prompt and output together that fit the model and, under each of `policies`, every memory of the
+    cluster that a request must go through. Raises BadInputError for a memory that holds nothing."""
+    layers = (POLICIES[policy].layers_in_flight(layout.n_layer) for policy in policies)
+    staging = (staging_slots(node, layout)[0] for node in config.nodes(Role.DECODE))
+    return min(
+        max_context,
+        config.decode.pool_blocks(layout) * layout.block_tokens,
+        min(config.prefill.pool_tokens(layout, kept) for kept in layers),
+        min(staging) * layout.block_tokens,
+    )
 
 
 def expected_reads(

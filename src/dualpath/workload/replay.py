@@ -23,7 +23,7 @@ from dualpath.workload.tokens import names, space, tokens
 from dualpath.workload.trace import TraceSession, TraceTurn
 
 WHOLE = Fraction(1)
-TOO_LONG = "first prompt and reply longer than the model's context"
+TOO_LONG = "first prompt and reply too long"
 
 
 def shipped_trace() -> Path:
