@@ -214,9 +214,15 @@ TURN = {"session_id": "s", "turn": 0, "context_tokens": 100, "output_tokens": 4,
         (("--rate", "nan"), ("--rate is nan", "above 0")),
         (("--rate", "inf"), ("--rate is inf",)),
         (("--rate", "2", "--find-capacity"), ("--rate is 2", "--find-capacity")),
-        (("--slo-ttft", "0s"), ("--slo-ttft is 0", "above 0")),
-        (("--slo-tpot", "fast"), ("--slo-tpot", "'fast'", "300ms")),
-        (("--slo-percentile", "101"), ("--slo-percentile is 101", "at most 100")),
+        (("--rate", "1", "--slo-ttft", "0s"), ("--slo-ttft is 0", "above 0")),
+        (("--rate", "1", "--slo-tpot", "fast"), ("--slo-tpot", "'fast'", "300ms")),
+        (("--rate", "1", "--slo-percentile", "101"), ("--slo-percentile is 101", "at most 100")),
+        (("--rate", "1", "--seed", "-1"), ("--seed", "-1")),
+        (("--slo-ttft", "4s"), ("--slo-ttft is 4s", "nothing reads", "--rate")),
+        (("--seed", "1"), ("--seed is 1", "nothing reads")),
+        (("--time-scale", "0.1", "--no-delays"), ("--time-scale is 0.1", "nothing reads")),
+        (("--warm-up", "--no-store"), ("--warm-up", "--no-store", "contradict")),
+        (("--out", "/proc/none"), ("/proc/none",)),
         (("--time-scale", "0"), ("--time-scale is 0",)),
         (("--scale-tokens", "1/0"), ("--scale-tokens", "'1/0'", "1/32")),
         (("--scale-tokens", "2"), ("--scale-tokens", "'2'")),
@@ -278,7 +284,7 @@ def test_bench_measures_replays_and_keeps_what_it_did(cluster: Path, tmp_path: P
     result = json.loads(done.stdout)
     assert json.loads((out / "summary.json").read_text()) == result
     config = json.loads((out / "config.json").read_text())
-    assert config["cluster"]["scheduler"] == {"alpha": 3.0, "beta": 5.0, "quota": 0.3}
+    assert config["clusters"]["basic"]["scheduler"] == {"alpha": 3.0, "beta": 5.0, "quota": 0.3}
     for policy in ("basic", "dualpath"):
         lines = (out / f"{policy}.records.jsonl").read_text().splitlines()
         assert len(lines) == result["runs"][policy]["requests"] == 3

@@ -7,9 +7,10 @@ model would have said. Each policy starts from an identical copy of one store (e
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,14 +19,14 @@ import msgspec
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.profile import Profile
 from dualpath.cluster.replay import Online, Replay, Report, replay
-from dualpath.cluster.scratch import memory_file_system, scratch_directory
+from dualpath.cluster.scratch import copy_store, memory_file_system, scratch_directory
 from dualpath.cluster.topology import expected_reads, link_rates, longest_context
 from dualpath.config import ClusterConfig, EmulateSection
 from dualpath.metrics.agreement import agreement
 from dualpath.metrics.schema import RequestRecord, RunSummary
-from dualpath.metrics.summary import meets
-from dualpath.types import BadInputError, DualPathError, Policy
-from dualpath.workload.arrivals import CapacitySearch, StoppingRule, poisson
+from dualpath.metrics.summary import meets, percentile_of
+from dualpath.types import BadInputError, DualPathError, LinkId, Policy
+from dualpath.workload.arrivals import CapacitySearch, StoppingRule, Verdict, poisson
 from dualpath.workload.replay import TraceAgent, fit
 from dualpath.workload.trace import TraceSession
 
@@ -64,33 +65,42 @@ class BenchOptions(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One run of a capacity search."""
+    """One run at a rate. `verdict`: of the stopping rule. `kept`: whether the SLO was, which without an answered
+    request it was not."""
 
     rate: float
     kept: bool
-    """The SLO."""
-    verdict: str
+    verdict: Verdict
     requests: int
 
 
+class Capacity(msgspec.Struct, frozen=True):
+    """The highest rate that kept the SLO (0: none did), and the lowest that did not (None: none was found)."""
+
+    kept_aps: float
+    missed_aps: float | None
+
+
 class BenchResult(msgspec.Struct, frozen=True):
-    """The bench's JSON object (CLI.md). `binding`: the resource that should bind the reading of hits here.
-    `skipped`: what of the trace was not replayed, by reason."""
+    """The bench's JSON object (CLI.md). `binding`: the resource that should bind the reading of hits over both paths.
+    `skipped`: what of the trace was not replayed, by reason. `online`: how each policy's runs at a rate went."""
 
     runs: dict[Policy, RunSummary]
     binding: str
     skipped: dict[str, int]
-    emulated: dict[str, float]
+    emulated: dict[LinkId, float]
     dropped_writes: int
+    online: dict[Policy, list[Probe]] | None = None
     capacity_aps: dict[Policy, float] | None = None
-    probes: dict[Policy, list[Probe]] | None = None
+    capacity: dict[Policy, Capacity] | None = None
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """`result`, and the record of each request of each policy's run."""
+class PolicyRun(msgspec.Struct, frozen=True):
+    """What one policy did: the cluster that ran, with every default spelled out, and the record of each request."""
 
-    result: BenchResult
-    records: dict[Policy, tuple[RequestRecord, ...]]
+    policy: Policy
+    config: ClusterConfig
+    records: tuple[RequestRecord, ...]
 
 
 class SloMissedError(DualPathError):
@@ -104,7 +114,6 @@ class Bench:
         self,
         config: ClusterConfig,
         model: ServedModel,
-        profile: Profile | None,
         sessions: Sequence[TraceSession],
         options: BenchOptions,
         report: Report,
@@ -112,7 +121,9 @@ class Bench:
         self._config = msgspec.structs.replace(
             config, store=msgspec.structs.replace(config.store, enabled=options.store)
         )
-        self._model, self._profile, self._options, self._report = model, profile, options, report
+        self._model, self._options, self._report = model, options, report
+        self._profile: Profile | None = None
+        self._warm = Path()
         self.skipped: Counter[str] = Counter()
         self._sessions = []
         longest = longest_context(config, model.layout, options.policies, model.max_context)
@@ -127,6 +138,8 @@ class Bench:
                 self.skipped["session of one turn, which the warm-up would be"] += 1
                 continue
             self._sessions.append(cut)
+        if options.warm_up:  # only what is replayed
+            self._sessions = self._sessions[: options.agents]
         if not self._sessions:
             why = ", ".join(f"{reason}: {count}" for reason, count in self.skipped.items())
             raise BadInputError(
@@ -139,49 +152,55 @@ class Bench:
         """Turns of all sessions together."""
         return sum(len(session.turns) for session in self._sessions)
 
-    async def run(self) -> Outcome:
-        """Raises DualPathError when a run fails, SloMissedError when a capacity is asked for and there is none."""
-        options = self._options
+    async def run(self, profile: Profile | None, on_run: Callable[[PolicyRun], None]) -> BenchResult:
+        """Runs every policy, with a `profile` of this machine; `on_run` hears of each when it is through. Raises
+        DualPathError when a run fails, SloMissedError, before any search, when a capacity is asked for that some policy
+        does not have."""
+        options, self._profile = self._options, profile
         parent = Path(self._config.store.root).expanduser().absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
         with scratch_directory(parent) as disk, scratch_directory(memory_file_system()) as memory:
-            warm = disk / "warm-up"
+            self._warm = disk / "warm-up"
             dropped = 0
             if options.warm_up:
-                first = self._for(Policy.ORACLE, warm)
-                dropped += (await self._replay(first, self._agents(turns=slice(0, 1)), "warm-up")).dropped_writes
+                first = self._for(Policy.ORACLE, self._warm)
+                dropped += (await self._replay(first, self._agents(slice(0, 1)), "warm-up")).dropped_writes
+            roots = {p: (memory if p is Policy.ORACLE else disk) / p.value for p in options.policies}
+            configs = {policy: self._for(policy, root) for policy, root in roots.items()}
+            alone = {p: await self._alone(config) for p, config in configs.items()} if options.find_capacity else {}
             runs: dict[Policy, Replay] = {}
-            capacity: dict[Policy, float] = {}
-            probes: dict[Policy, list[Probe]] = {}
-            for policy in options.policies:
-                root = (memory if policy is Policy.ORACLE else disk) / policy.value
-                config = self._for(policy, root)
+            online: dict[Policy, list[Probe]] = {}
+            capacity: dict[Policy, Capacity] = {}
+            for policy, config in configs.items():
                 if options.find_capacity:
-                    capacity[policy], probes[policy], runs[policy] = await self._capacity(config, warm, root)
+                    capacity[policy], online[policy], runs[policy] = await self._capacity(config, alone[policy])
+                elif options.rate is not None:
+                    runs[policy] = await self._at(config, options.rate, policy.value)
+                    online[policy] = [self._probe(options.rate, runs[policy])]
                 else:
-                    runs[policy] = await self._one(config, warm, root, options.rate, policy.value)
+                    runs[policy] = await self._from_warm(config, self._agents(self._turns), policy.value)
                 dropped += runs[policy].dropped_writes
+                on_run(PolicyRun(policy, config, runs[policy].records))
         reference = runs[options.policies[0]].records
-        result = BenchResult(
-            {
+        return BenchResult(
+            runs={
                 policy: msgspec.structs.replace(
                     done.summary, argmax_agreement=agreement(done.records, reference), seed=options.seed
                 )
                 for policy, done in runs.items()
             },
-            self.binding(),
-            dict(self.skipped),
-            {link: rate for link, rate in link_rates(self._config).items() if rate is not None},
-            dropped,
-            capacity or None,
-            probes or None,
+            binding=self.binding(profile),
+            skipped=dict(self.skipped),
+            emulated={link: rate for link, rate in link_rates(self._config).items() if rate is not None},
+            dropped_writes=dropped,
+            online=online or None,
+            capacity_aps={policy: found.kept_aps for policy, found in capacity.items()} or None,
+            capacity=capacity or None,
         )
-        return Outcome(result, {policy: done.records for policy, done in runs.items()})
 
-    def binding(self) -> str:
-        """Which resource should bind the reading of hits."""
-        links = link_rates(self._config)
-        return expected_reads(self._config, self._model.layout, links, self._profile).binding
+    def binding(self, profile: Profile | None) -> str:
+        """Which resource should bind the reading of hits over both paths."""
+        return expected_reads(self._config, self._model.layout, link_rates(self._config), profile).binding
 
     def _for(self, policy: Policy, root: Path) -> ClusterConfig:
         unlimited = policy is Policy.ORACLE
@@ -195,82 +214,90 @@ class Bench:
             ),
         )
 
-    def _agents(self, turns: slice) -> list[TraceAgent]:
+    @property
+    def _turns(self) -> slice:
+        """Of each session, those that are measured."""
+        return slice(1, None) if self._options.warm_up else slice(None)
+
+    def _agents(self, turns: slice, *, delays: bool = True) -> list[TraceAgent]:
         options = self._options
+        factor = options.time_scale if options.delays and delays else 0.0
         return [
-            TraceAgent(
-                session,
-                self._model.vocab,
-                options.scale,
-                turns=turns,
-                delays=options.time_scale if options.delays else 0.0,
-            )
+            TraceAgent(session, self._model.vocab, options.scale, turns=turns, delays=factor)
             for session in self._sessions
         ]
 
     def _arriving(self) -> Iterator[TraceAgent]:
         """The trace's agents over and over; each round is of other sessions as far as KV goes."""
-        if self._options.warm_up:  # those that are in the store, once
-            yield from self._agents(slice(1, None))
+        yield from self._agents(self._turns)
+        if self._options.warm_up:  # no other round has its first turns in the store
             return
-        turns = slice(0, None)
-        yield from self._agents(turns)
         for number in itertools.count(1):
-            for agent in self._agents(turns):
+            for agent in self._agents(self._turns):
                 yield agent.again(number)
 
-    async def _one(self, config: ClusterConfig, warm: Path, root: Path, rate: float | None, stage: str) -> Replay:
-        options = self._options
-        if warm.exists():
-            shutil.copytree(warm, root)
+    async def _replay(
+        self, config: ClusterConfig, agents: Iterable[TraceAgent], stage: str, online: Online | None = None
+    ) -> Replay:
+        turns = 0
+        if online is None:
+            agents = list(agents)
+            turns = sum(agent.turns for agent in agents)
+        return await replay(config, agents, self._report, stage, turns=turns, profile=self._profile, online=online)
+
+    async def _from_warm(
+        self, config: ClusterConfig, agents: Iterable[TraceAgent], stage: str, online: Online | None = None
+    ) -> Replay:
+        """A replay on a copy of the warm store, or on an empty one, which is gone afterwards."""
+        root = Path(config.store.root)
         try:
-            if rate is None:
-                agents = self._agents(slice(1, None) if options.warm_up else slice(0, None))
-                return await self._replay(config, agents, stage)
-            rule = StoppingRule(options.slo.ttft_s, time_scale=options.time_scale)
-            online = Online(poisson(rate, options.seed), rule)
-            arriving = itertools.islice(self._arriving(), options.agents)
-            return await replay(config, arriving, self._report, stage, profile=self._profile, online=online)
+            if self._warm.exists():
+                copy_store(self._warm, root)
+            return await self._replay(config, agents, stage, online)
         finally:
             shutil.rmtree(root, ignore_errors=True)
 
-    async def _replay(self, config: ClusterConfig, agents: Sequence[TraceAgent], stage: str) -> Replay:
-        turns = sum(agent.turns for agent in agents)
-        return await replay(config, agents, self._report, stage, turns=turns, profile=self._profile)
+    # --- Online -------------------------------------------------------------------------------------------------
 
-    # --- Capacity -----------------------------------------------------------------------------------------------
+    async def _at(self, config: ClusterConfig, rate: float, stage: str) -> Replay:
+        """A run of agents that arrive at `rate`."""
+        options = self._options
+        rule = StoppingRule(options.slo.ttft_s, time_scale=options.time_scale)
+        online = Online(poisson(rate, options.seed), rule)
+        return await self._from_warm(config, itertools.islice(self._arriving(), options.agents), stage, online)
 
-    async def _capacity(self, config: ClusterConfig, warm: Path, root: Path) -> tuple[float, list[Probe], Replay]:
+    def _probe(self, rate: float, done: Replay) -> Probe:
+        slo = self._options.slo
+        answered = any(record.first_token is not None for record in done.records)
+        kept = meets(done.records, slo.ttft_s, slo.tpot_s, slo.percentile)
+        return Probe(rate, answered and kept and done.verdict is not Verdict.SATURATED, done.verdict, len(done.records))
+
+    async def _capacity(self, config: ClusterConfig, alone: Replay) -> tuple[Capacity, list[Probe], Replay]:
         """The most agents per second that keep the SLO, how it was found, and the run at that rate."""
-        policy, slo = config.policy.value, self._options.slo
-        alone = await self._alone(config, warm, root)
         search = CapacitySearch(1.0 / max(alone.summary.jct_s, 1e-3), PRECISION, PROBES)
         probes: list[Probe] = []
         best = alone
         while (rate := search.next()) is not None:
-            done = await self._one(config, warm, root, rate, f"{policy} at {rate:.3g}/s")
-            kept = done.verdict != "saturated" and meets(done.records, slo.ttft_s, slo.tpot_s, slo.percentile)
-            probes.append(Probe(rate, kept, done.verdict, len(done.records)))
-            search.tell(kept)
-            if kept:
+            done = await self._at(config, rate, f"{config.policy.value} at {rate:.3g}/s")
+            probes.append(self._probe(rate, done))
+            search.tell(probes[-1].kept)
+            if probes[-1].kept:
                 best = done
-        return search.capacity, probes, best
+        kept, missed = search.bracket
+        return Capacity(kept, None if missed == math.inf else missed), probes, best
 
-    async def _alone(self, config: ClusterConfig, warm: Path, root: Path) -> Replay:
-        """One agent by itself. Raises SloMissedError when it misses the SLO: no rate would keep it."""
+    async def _alone(self, config: ClusterConfig) -> Replay:
+        """One agent by itself, without its tools' time. Raises SloMissedError when it misses the SLO: at no rate would
+        it be kept."""
         slo = self._options.slo
-        if warm.exists():
-            shutil.copytree(warm, root)
-        try:
-            turns = slice(1, 4) if self._options.warm_up else slice(0, 4)
-            done = await self._replay(config, self._agents(turns)[:1], f"{config.policy.value} alone")
-        finally:
-            shutil.rmtree(root, ignore_errors=True)
+        start = self._turns.start or 0
+        agents = self._agents(slice(start, start + 3), delays=False)[:1]
+        done = await self._from_warm(config, agents, f"{config.policy.value} alone")
         if not meets(done.records, slo.ttft_s, slo.tpot_s, slo.percentile):
-            run = done.summary
+            firsts, furthers = percentile_of(done.records, slo.percentile)
             raise SloMissedError(
-                f"{config.policy.value}: a single agent takes {run.ttft_s.p50:.2f} s to the first token and "
-                f"{run.tpot_s.p50 * 1e3:.0f} ms per further one (median), over --slo-ttft {slo.ttft_s:g}s or "
-                f"--slo-tpot {slo.tpot_s * 1e3:g}ms: no rate keeps these limits on this machine"
+                f"{config.policy.value}: a single agent takes {firsts:.3g} s to the first token (--slo-ttft is "
+                f"{slo.ttft_s:g} s) and {furthers * 1e3:.3g} ms per further one (--slo-tpot is {slo.tpot_s * 1e3:g} "
+                f"ms) at percentile {slo.percentile:g}: no rate keeps these limits on this machine"
             )
         return done

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.cluster.replay import Replay, Report, replay
-from dualpath.cluster.scratch import memory_file_system, scratch_directory
+from dualpath.cluster.scratch import copy_store, memory_file_system, scratch_directory
 from dualpath.config import (
     ClusterConfig,
     DeadlineSection,
@@ -126,29 +126,18 @@ async def run_demo(options: DemoOptions, report: Report) -> DemoResult:
         replies = [agent.replies[0] for agent in warm_up.agents]
         if options.store is not None:
             # From here on the kept store is its owner's again: the policies' copies are made from one of our own.
-            _copy_store(options.store, disk / "warm-up")
+            copy_store(options.store, disk / "warm-up")
         rest = [_after_warm_up(t, reply) for t, reply in zip(trajectories, replies, strict=True)]
         runs: dict[Policy, RunSummary] = {}
         dropped = warm_up.dropped_writes
         for policy in options.modes:
             root = (memory if policy is Policy.ORACLE else disk) / policy.value
-            _copy_store(disk / "warm-up", root)
+            copy_store(disk / "warm-up", root)
             done = await _replay(demo_config(options, card, root, policy, longest), rest, report)
             runs[policy] = done.summary
             dropped += done.dropped_writes
             shutil.rmtree(root)
     return _compare(options, runs, warm_up_s, dropped)
-
-
-def _copy_store(source: Path, target: Path) -> None:
-    try:
-        shutil.copytree(source, target)
-    except OSError as error:  # shutil.Error, a list of files, is one
-        free = shutil.disk_usage(target.parent).free
-        raise BadInputError(
-            f"no room for a copy of the store in {target.parent} ({format_size(free)} free): set TMPDIR to a directory "
-            f"with more ({'some files' if isinstance(error, shutil.Error) else error.strerror} could not be written)"
-        ) from None
 
 
 def _check(options: DemoOptions) -> None:

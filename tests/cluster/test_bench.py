@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from dualpath.bench import Bench, BenchOptions, Outcome, Slo, SloMissedError
+from dualpath.bench import Bench, BenchOptions, BenchResult, PolicyRun, Slo, SloMissedError
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.replay import Progress
+from dualpath.metrics.schema import RequestRecord
 from dualpath.types import BadInputError, Policy
+from dualpath.workload.arrivals import Verdict
 from dualpath.workload.trace import TraceSession, TraceTurn
 from tests.cluster.conftest import BLOCK, MakeConfig, run
 
@@ -31,13 +33,22 @@ def sessions(count: int, turns: int, first: int = 10) -> list[TraceSession]:
     return made
 
 
+class Outcome(NamedTuple):
+    result: BenchResult
+    records: dict[Policy, tuple[RequestRecord, ...]]
+
+
 def bench(make_config: MakeConfig, work: list[TraceSession], **options: Any) -> Outcome:
     config = make_config(snic=3e6, cnic=50e6)
+    runs: list[PolicyRun] = []
 
     def silent(progress: Progress) -> None:
         pass
 
-    return run(Bench(config, ServedModel.open(config), None, work, BenchOptions(**options), silent).run(), seconds=150)
+    made = Bench(config, ServedModel.open(config), work, BenchOptions(**options), silent)
+    result = run(made.run(None, runs.append), seconds=150)
+    assert [(done.policy, done.config.policy) for done in runs] == [(policy, policy) for policy in result.runs]
+    return Outcome(result, {done.policy: done.records for done in runs})
 
 
 def left_over(make_config: MakeConfig) -> list[Path]:
@@ -78,7 +89,11 @@ def test_without_a_store_every_prompt_is_computed(make_config: MakeConfig) -> No
 
 def test_online_agents_arrive_until_there_are_enough(make_config: MakeConfig) -> None:
     """More agents than the trace has sessions: those of a further round share nothing with the first."""
-    outcome = bench(make_config, sessions(2, 2), policies=(Policy.DUALPATH,), rate=5.0, agents=5)
+    slo = Slo(ttft_s=60.0, tpot_s=10.0)
+    outcome = bench(make_config, sessions(2, 2), policies=(Policy.DUALPATH,), rate=5.0, agents=5, slo=slo)
+    assert outcome.result.online is not None
+    (probe,) = outcome.result.online[Policy.DUALPATH]
+    assert (probe.kept, probe.verdict, probe.requests) == (True, Verdict.GOING_ON, 10)
     records = outcome.records[Policy.DUALPATH]
     assert len(records) == 10
     first_prompts = [record.first for record in records if record.turn == 0]
@@ -90,8 +105,12 @@ def test_an_online_run_over_its_limit_is_ended_by_the_rule(make_config: MakeConf
     """Endless agents, far too many of them: the run ends as saturated, and what was in flight is cancelled."""
     slo = Slo(ttft_s=0.05, tpot_s=10.0)
     options = {"policies": (Policy.DUALPATH,), "rate": 50.0, "time_scale": 0.01, "slo": slo}
-    records = bench(make_config, sessions(4, 2), **options).records[Policy.DUALPATH]
+    result, ran = bench(make_config, sessions(4, 2), **options)
+    records = ran[Policy.DUALPATH]
     assert any(record.cancelled for record in records)
+    assert result.runs[Policy.DUALPATH].cancelled == sum(record.cancelled for record in records)
+    assert result.online is not None
+    assert [(probe.kept, probe.verdict) for probe in result.online[Policy.DUALPATH]] == [(False, Verdict.SATURATED)]
     assert not any(record.error for record in records)
 
 
@@ -103,17 +122,19 @@ def test_a_capacity_is_found_between_a_rate_that_keeps_and_one_that_does_not(
     options = {"policies": (Policy.DUALPATH,), "find_capacity": True, "time_scale": 0.001, "slo": slo}
     result = bench(make_config, sessions(4, 2), **options).result
     assert result.capacity_aps is not None
-    assert result.probes is not None
-    probes = result.probes[Policy.DUALPATH]
+    assert result.capacity is not None
+    assert result.online is not None
+    probes = result.online[Policy.DUALPATH]
     kept = [probe.rate for probe in probes if probe.kept]
     missed = [probe.rate for probe in probes if not probe.kept]
     assert result.capacity_aps[Policy.DUALPATH] == max(kept, default=0.0)
+    assert result.capacity[Policy.DUALPATH].missed_aps == min(missed, default=None)
     assert min(missed, default=float("inf")) > max(kept, default=0.0)
 
 
 def test_a_limit_that_one_agent_misses_is_said_at_once(make_config: MakeConfig) -> None:
     slo = Slo(ttft_s=1e-4, tpot_s=1.0)
-    with pytest.raises(SloMissedError, match=r"a single agent takes .* over --slo-ttft 0.0001s"):
+    with pytest.raises(SloMissedError, match=r"a single agent takes .* \(--slo-ttft is 0.0001 s\)"):
         bench(make_config, sessions(1, 2), policies=(Policy.BASIC,), find_capacity=True, slo=slo)
 
 
@@ -121,8 +142,8 @@ def test_sessions_over_the_models_context_are_cut_and_counted(make_config: MakeC
     """The tiny model takes 4,096 tokens, its prefill engines 2,048."""
     long = [*sessions(1, 2), *sessions(1, 3, first=124), *sessions(1, 1, first=130)]
     config = make_config()
-    work = Bench(config, ServedModel.open(config), None, long, BenchOptions(), lambda progress: None)
+    work = Bench(config, ServedModel.open(config), long, BenchOptions(), lambda progress: None)
     assert work.turns == 2 + 2
     assert sum(work.skipped.values()) == 2
     with pytest.raises(BadInputError, match="no session of the trace can be replayed"):
-        Bench(config, ServedModel.open(config), None, long[2:], BenchOptions(), lambda progress: None)
+        Bench(config, ServedModel.open(config), long[2:], BenchOptions(), lambda progress: None)

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from dualpath.cli.profile import profile as profile_command
+from dualpath.cluster.measure_profile import measure, prefix_blocks, rate_of, read_line
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.profile import Profile, Rate, default_file, load_profile, machine_name, matches, save_profile
-from dualpath.cluster.profiling import measure, prefix_blocks, rate_of, read_line
 from dualpath.cluster.replay import Progress
 from dualpath.scheduler.attention_time import AttentionTime
 from dualpath.types import BadInputError, KVDtype, Policy

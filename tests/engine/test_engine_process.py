@@ -132,8 +132,8 @@ def test_a_leader_asks_for_work_and_asks_again(tiny: TinyModel, role: Role) -> N
     async def script(line: FakeLine) -> None:
         await line.next(Hello)
         await line.next(Fetch)
-        for placements in (((1, "p0.0"), (2, "p0.1")), ()):
-            line.order(Assigned(placements))
+        for _ in range(2):
+            line.order(Assigned())
             await line.next(Fetch)
         line.order(ReportCounters())
         assert (await line.next(Counters)).busy_s == 0
@@ -148,7 +148,7 @@ def test_others_do_not_ask(tiny: TinyModel) -> None:
     async def script(line: FakeLine) -> None:
         await line.next(Hello)
         with pytest.raises(DualPathError, match="PrefillEngine cannot carry out Assigned"):
-            line.order(Assigned(()))
+            line.order(Assigned())
         with pytest.raises(DualPathError, match="cannot carry out Grow"):
             line.order(Grow(1))
         assert line.silent

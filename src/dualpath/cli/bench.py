@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dualpath.cli.common import Json, count, policies, print_json, progress
+from dualpath.cli.common import seed as parse_seed
 from dualpath.config import ClusterConfig, load
 from dualpath.types import BadInputError, Policy, Role
 from dualpath.units import format_size, parse_seconds
 
 if TYPE_CHECKING:
-    from dualpath.bench import BenchOptions, BenchResult, Outcome
+    from dualpath.bench import BenchOptions, BenchResult, PolicyRun
     from dualpath.cluster.model import ServedModel
     from dualpath.cluster.profile import Profile
     from dualpath.cluster.replay import Report
@@ -36,9 +37,10 @@ def _number(name: str, value: float, most: float = math.inf) -> float:
 
 def _limit(name: str, text: str) -> float:
     try:
-        return _number(name, parse_seconds(text))
+        seconds = parse_seconds(text)
     except BadInputError as error:
-        raise BadInputError(f"--{name} {error}".replace(f"--{name} --{name}", f"--{name}")) from None
+        raise BadInputError(f"--{name} {error}") from None
+    return _number(name, seconds)
 
 
 def _scale(text: str) -> Fraction:
@@ -63,37 +65,58 @@ def bench(
         int | None, typer.Option(parser=count, metavar="N", help="Sessions of the trace; online: agents that arrive.")
     ] = None,
     max_turns: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Turns of each session.")] = None,
-    time_scale: Annotated[float, typer.Option(help="Factor on tool delays and the stopping rule's windows.")] = 1.0,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Factor on tool delays and the stopping rule's windows, 1 by default.")
+    ] = None,
     scale_tokens: Annotated[str, typer.Option(help="Factor on all lengths, such as 1/32.")] = "1",
-    slo_ttft: Annotated[str, typer.Option(help="Limit of the time to the first token.")] = "4s",
-    slo_tpot: Annotated[str, typer.Option(help="Limit of the time per further token.")] = "50ms",
-    slo_percentile: Annotated[float, typer.Option(help="Percentile of requests that keeps the limits.")] = 50.0,
+    slo_ttft: Annotated[
+        str | None, typer.Option(help="Online: limit of the time to the first token, 4s by default.")
+    ] = None,
+    slo_tpot: Annotated[
+        str | None, typer.Option(help="Online: limit of the time per further token, 50ms by default.")
+    ] = None,
+    slo_percentile: Annotated[
+        float | None, typer.Option(help="Online: percentile of requests that keeps the limits, 50 by default.")
+    ] = None,
     no_delays: Annotated[bool, typer.Option("--no-delays", help="Agents do not wait for their tools.")] = False,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep no KV: every prompt is computed.")] = False,
     warm_up: Annotated[
         bool, typer.Option("--warm-up", help="Each agent's first turn runs before the clock starts.")
     ] = False,
     format: Annotated[str | None, typer.Option(help="The trace's format, where it is not to be detected.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(parser=parse_seed, metavar="N", help="Online: of the arrivals, 0 by default.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for records, configuration and summary.")] = None,
     json: Json = False,
 ) -> None:
     """Replay a trace's agents on a cluster, the same work under each policy, compared."""
     chosen = policies(policy, "--policy")
-    if rate is not None and find_capacity:
-        raise BadInputError(f"--rate is {rate:g}, which --find-capacity would search: use one of them")
+    online = rate is not None or find_capacity
     if rate is not None:
         _number("rate", rate)
+    if rate is not None and find_capacity:
+        raise BadInputError(f"--rate is {rate:g}, which --find-capacity would search: use one of them")
+    for name, value in (
+        ("slo-ttft", slo_ttft),
+        ("slo-tpot", slo_tpot),
+        ("slo-percentile", slo_percentile),
+        ("seed", seed),
+        ("time-scale", time_scale if no_delays else None),
+    ):
+        if value is not None and not online:
+            raise BadInputError(f"--{name} is {value}, which nothing reads here: it needs --rate or --find-capacity")
+    if warm_up and no_store:
+        raise BadInputError("--warm-up and --no-store contradict each other: without a store nothing can be warm")
     try:
         from dualpath.bench import Bench, BenchOptions, Slo
-        from dualpath.cluster.model import ServedModel, model_directory
+        from dualpath.cluster.model import ServedModel, check_memory, model_directory
         from dualpath.cluster.replay import Progress
         from dualpath.models.tokenizer import load_tokenizer
         from dualpath.workload.formats import open_trace
         from dualpath.workload.replay import shipped_trace
     except ModuleNotFoundError as error:
         raise BadInputError(f"bench needs the package {error.name}: install dualpath with its extra 'demo'") from None
-    online = rate is not None or find_capacity
     options = BenchOptions(
         policies=chosen,
         rate=rate,
@@ -101,38 +124,66 @@ def bench(
         agents=sessions if online else None,
         max_turns=max_turns,
         scale=_scale(scale_tokens),
-        time_scale=_number("time-scale", time_scale),
+        time_scale=1.0 if time_scale is None else _number("time-scale", time_scale),
         delays=not no_delays,
         warm_up=warm_up,
         store=not no_store,
         slo=Slo(
-            _limit("slo-ttft", slo_ttft),
-            _limit("slo-tpot", slo_tpot),
-            _number("slo-percentile", slo_percentile, 100.0),
+            _limit("slo-ttft", slo_ttft or "4s"),
+            _limit("slo-tpot", slo_tpot or "50ms"),
+            50.0 if slo_percentile is None else _number("slo-percentile", slo_percentile, 100.0),
         ),
-        seed=seed,
+        seed=seed or 0,
     )
     config = load(cluster)
+    kept = Kept(out) if out is not None else None
     with progress() as report:
         # Before the event loop, where Ctrl-C would wait for a fetch to end.
         directory = model_directory(config.model.path, lambda what: report(Progress("model", note=what)))
         model = ServedModel.open(config)
         source = open_trace(trace or shipped_trace(), format, load_tokenizer(directory).encode)
-        chosen_sessions = list(itertools.islice(source, sessions if not online else None))
+        # Online the sessions come round again, so the first ones are enough for as many agents.
+        first_sessions = list(itertools.islice(source, sessions))
+        check_memory(config, model)
+        work = Bench(config, model, first_sessions, options, report)  # refuses what cannot run, before it is profiled
         profile, whence = _profile(cluster, config, model, report)
-        work = Bench(config, model, profile, chosen_sessions, options, report)
         work.skipped.update(source.skipped)
         _say(f"Profile of this machine: {whence}.")
-        _say(f"Reading hits should be bound by: {work.binding()}.")
-        outcome = asyncio.run(work.run())
-    if out is not None:
-        _write(out, config, options, profile, outcome)
+        _say(f"Over both paths, reading hits should be bound by: {work.binding(profile)}.")
+        result = asyncio.run(work.run(profile, kept.run if kept else lambda run: None))
+    if kept:
+        kept.summary(options, profile, result)
     if json:
-        print_json(outcome.result)
+        print_json(result)
     else:
-        _print(outcome.result, options)
-    if any(run.argmax_agreement and run.argmax_agreement.differ for run in outcome.result.runs.values()):
+        _print(result, options)
+    if any(run.argmax_agreement and run.argmax_agreement.differ for run in result.runs.values()):
         raise typer.Exit(1)
+
+
+class Kept:
+    """The directory of `--out`: the records of each policy (JSONL) as soon as it is through; then the configuration
+    that ran, with every default spelled out, and the summary."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._clusters: dict[Policy, ClusterConfig] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        self._write(directory / "config.json", {})  # one that cannot be written is found out before the runs
+
+    def run(self, run: PolicyRun) -> None:
+        self._clusters[run.policy] = run.config
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in run.records)
+        (self._directory / f"{run.policy.value}.records.jsonl").write_bytes(lines)
+
+    def summary(self, options: BenchOptions, profile: Profile, result: BenchResult) -> None:
+        ran = {"clusters": self._clusters, "options": options, "profile": profile}
+        self._write(self._directory / "config.json", ran)
+        self._write(self._directory / "summary.json", result)
+
+    @staticmethod
+    def _write(path: Path, value: object) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
 
 
 def _say(text: str) -> None:
@@ -141,8 +192,8 @@ def _say(text: str) -> None:
 
 def _profile(cluster: Path, config: ClusterConfig, model: ServedModel, report: Report) -> tuple[Profile, str]:
     """The profile beside the cluster file, or one that is measured now; and which of the two it is."""
+    from dualpath.cluster.measure_profile import measure
     from dualpath.cluster.profile import default_file, load_profile, matches
-    from dualpath.cluster.profiling import measure
 
     path = default_file(cluster)
     why = "there is no file"
@@ -154,17 +205,6 @@ def _profile(cluster: Path, config: ClusterConfig, model: ServedModel, report: R
     return asyncio.run(measure(config, report)), f"measured at start, because of {path}: {why}"
 
 
-def _write(out: Path, config: ClusterConfig, options: BenchOptions, profile: Profile, outcome: Outcome) -> None:
-    """Records of each policy (JSONL), the configuration that ran with every default spelled out, and the summary."""
-    out.mkdir(parents=True, exist_ok=True)
-    for policy, records in outcome.records.items():
-        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-        (out / f"{policy.value}.records.jsonl").write_bytes(lines)
-    ran = {"cluster": config, "options": options, "profile": profile}
-    for name, value in (("config.json", ran), ("summary.json", outcome.result)):
-        (out / name).write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2) + b"\n")
-
-
 def _print(result: BenchResult, options: BenchOptions) -> None:
     out = Console()
     runs = result.runs
@@ -172,12 +212,12 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
     title = f"{base.requests} requests of {base.agents} agents under each policy"
     if options.rate is not None:
         title = f"{options.rate:g} agents/s"
-    elif result.capacity_aps:
+    elif result.capacity:
         title = "as many agents/s as keep the limits"
     table = Table(title=f"{base.nodes}: {title}", box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
     table.add_column("policy")
     columns = ["JCT", "speed-up", "read", "TTFT", "TTST", "TPOT", "by P", "by D", "max/avg"]
-    for name in [*columns, "agents/s"] if result.capacity_aps else columns:
+    for name in [*columns, "agents/s"] if result.capacity else columns:
         table.add_column(name, justify="right", no_wrap=True)
     for policy, run in runs.items():
         read = {role: sum(n.snic_write_bytes for n in run.node if n.role is role) for role in Role}
@@ -193,8 +233,9 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
             f"{read[Role.DECODE] / 1e6:.0f} MB",
             f"{run.snic_max_over_avg:.2f}",
         ]
-        if result.capacity_aps:
-            row.append(f"{result.capacity_aps[policy]:.3g}")
+        if result.capacity:
+            found = result.capacity[policy]
+            row.append(f"{found.kept_aps:.3g}" if found.missed_aps else f">= {found.kept_aps:.3g}")
         table.add_row(*row)
     out.print(table)
     out.print(
@@ -207,6 +248,13 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
     out.print(f"The model says the same as under {options.policies[0].value}: {', '.join(shares)}.", highlight=False)
     for policy, run in runs.items():
         out.print(f"Bottleneck of {policy.value}: {run.bottleneck}.", soft_wrap=True, highlight=False)
+        if result.online and not result.capacity:
+            (probe,) = result.online[policy]
+            kept = "kept" if probe.kept else "not kept"
+            out.print(f"{policy.value} at {probe.rate:g}/s: limits {kept}; stopping rule: {probe.verdict}.")
+        for name in ("failed", "cancelled", "preempted", "recomputed_blocks"):
+            if number := getattr(run, name):
+                out.print(f"{policy.value}: {number} {name.replace('_', ' ')}.", highlight=False)
         if run.argmax_agreement and run.argmax_agreement.differ:
             out.print(
                 f"{policy.value}: {run.argmax_agreement.differ} tokens differ from {options.policies[0].value}'s with "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -21,15 +21,21 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
-MOST = 10_000
+
+def whole_number(least: int, most: int) -> Callable[[str | int], int]:
+    """A parser of whole numbers from `least` to `most`. Typer passes defaults through it as well."""
+
+    def parse(value: str | int) -> int:
+        text = str(value)
+        if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and least <= int(text) <= most):
+            raise typer.BadParameter(f"{text[:20]!r}, a whole number from {least} to {most} is needed")
+        return int(text)
+
+    return parse
 
 
-def count(value: str | int) -> int:
-    """A whole number of at least 1. Typer passes defaults through here as well."""
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and 0 < int(text) <= MOST):
-        raise typer.BadParameter(f"{text[:20]!r}, a whole number from 1 to {MOST} is needed")
-    return int(text)
+count = whole_number(1, 10_000)
+seed = whole_number(0, 2**63 - 1)
 
 
 def policies(text: str, option: str = "--modes") -> tuple[Policy, ...]:

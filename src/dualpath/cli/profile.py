@@ -29,9 +29,9 @@ def profile(
     """Measure this machine under a cluster: attention times, prefill and decode rates, storage and memory."""
     config = load(cluster)
     try:  # here, so that the other commands work where only the core is installed
+        from dualpath.cluster.measure_profile import measure
         from dualpath.cluster.model import model_directory
         from dualpath.cluster.profile import default_file, save_profile
-        from dualpath.cluster.profiling import measure
         from dualpath.cluster.replay import Progress
     except ModuleNotFoundError as error:
         raise BadInputError(f"profile needs the package {error.name}: install dualpath with its extra 'demo'") from None

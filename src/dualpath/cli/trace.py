@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dualpath.cli.common import Json, print_json
+from dualpath.cli.common import Json, print_json, whole_number
+from dualpath.cli.common import seed as parse_seed
 from dualpath.types import BadInputError
 from dualpath.units import parse_seconds, parse_tokens
 from dualpath.workload.convert import WRITERS, Cuts, cut, replacing, write
@@ -42,11 +43,7 @@ def _tokens(value: str | int) -> int:
     return tokens
 
 
-def _number(value: str | int) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MOST)) and 0 < int(text) <= MOST):
-        raise typer.BadParameter(f"{text[:20]!r}, a whole number from 1 to {MOST} is needed")
-    return int(text)
+_number = whole_number(1, MOST)
 
 
 def _seconds(value: str | float) -> float:
@@ -147,7 +144,7 @@ def synth(
         int, typer.Option(parser=_tokens, metavar="TOKENS", help="Longest context: 32K, 48K and 64K are the paper's.")
     ] = 64 * 1024,
     sessions: Annotated[int, typer.Option(parser=_number, metavar="N", help="Number of trajectories.")] = 500,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
+    seed: Annotated[int, typer.Option(parser=parse_seed, metavar="N", help="The same seed makes the same trace.")] = 0,
     like: Annotated[str, typer.Option(help=f"Whose means it has: {', '.join(SHAPES)}.")] = "paper",
     json: Json = False,
 ) -> None:

@@ -74,18 +74,20 @@ class Admission:
     def refuse_oversized(self, request: Request) -> None:
         """Raises DualPathError, with the sizes, for a request that can never be served."""
         tokens = len(request.prompt) + request.max_tokens
+        expected = self._config.decode.expected_output
+        # One that may have to give way comes back with what it has generated as part of its prompt.
+        prompt = len(request.prompt) if expected is None or request.max_tokens <= expected else tokens - 1
         layers = POLICIES[self._config.policy].layers_in_flight(self._layout.n_layer)
         limits = (
             (tokens, self._max_context, "tokens in the model's context"),
             (tokens, self._device_tokens, "tokens of KV in a decode engine's memory (decode.kv_memory)"),
             (
-                # One that gives way comes back with what it has generated.
-                tokens - 1 if self._config.decode.expected_output else len(request.prompt),
+                prompt,
                 self._config.prefill.pool_tokens(self._layout, layers),
                 "tokens in a prefill engine's memory (prefill.kv_memory, prefill.batch_tokens)",
             ),
             (
-                self._layout.blocks(tokens - 1 if self._config.decode.expected_output else len(request.prompt)),
+                self._layout.blocks(prompt),
                 min(self._slots[load.node].total for load in self._decode),
                 "blocks of staging memory on a decode node (node.staging)",
             ),
@@ -153,7 +155,7 @@ class Admission:
         return self._growth.waits(live)
 
     def stops(self, live: Live) -> None:
-        """`live` takes no further step."""
+        """`live` takes no further step, and no memory that others stand still for."""
         self._growth.forget(live)
 
     def forget(self, live: Live) -> None:
@@ -186,6 +188,7 @@ class Admission:
                 else:
                     assert live.run.de is not None
                     live.run.preempting = True
+                    live.heard = now  # from now on its engine owes word of it, also where it stood still before
                     self._growth.forget(live)
                     self._send(live.run.de.engine, Preempt(live.id))
 
@@ -201,7 +204,7 @@ class Admission:
     def _assign(self, now: float, everyone: Mapping[RequestId, Live]) -> None:
         """Answers the leaders that ask and for whom there is work."""
         for role, leader, placements in self._dispatch.answers():
-            self._send(leader, Assigned(tuple((placed.request, placed.engine) for placed in placements)))
+            self._send(leader, Assigned())
             for placed in placements:
                 live = everyone[placed.request]
                 load = self.scheduler.load(placed.engine)

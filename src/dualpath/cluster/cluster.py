@@ -130,7 +130,7 @@ class Cluster:
         broken."""
         if self._broken.done():
             self._broken.result()
-        for token in request.prompt:
+        for token in (*request.prompt, *request.forced):
             if not 0 <= token < self.model.vocab:
                 raise DualPathError(f"request {request.id}: token id {token} is outside [0, {self.model.vocab})")
         with self._guarded("a request"):
@@ -295,8 +295,11 @@ class Cluster:
         while True:
             identity, data = await self._router.recv_multipart()
             name = identity.decode()
-            with self._guarded(f"a report of {name}"):
-                self._on_report(name, decoder.decode(data))
+            try:
+                with self._guarded(f"a report of {name}"):
+                    self._on_report(name, decoder.decode(data))
+            except DualPathError as error:  # nobody asked for it who could be told
+                self._break(error)
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

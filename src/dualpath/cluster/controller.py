@@ -1,14 +1,15 @@
 """The controller: the life of every request, from the queue to the last slot given back.
 
 It is a state machine over events. It does no I/O: what it decides leaves through `send`, what happens comes in
-through `handle`; sockets and processes are `cluster.cluster`'s. It alone gives and takes staging slots, device
-blocks, leases and claims, so that a grant is one step that happens whole or not at all.
+through `handle`; sockets and processes are `cluster.cluster`'s. It alone (with `admission` and `write_back`) gives and
+takes staging slots, device blocks, leases and claims, so that a grant happens whole or not at all.
 
-    submit -> LOOKUP -> QUEUED -> ASSIGNED -> READING -> PREFILL -> DECODE -> released
-              waits     no        engine,     has all    slots of   slots of
-              for a     engine    no grant    grants     the PE     the DE free
-              pending   yet       yet                    free after after Admitted
-              block                           it
+    submit -> LOOKUP -> QUEUED ---> READING -> PREFILL -> DECODE -> released
+              waits     for both    has all    slots of   slots of   |
+              for a     engines,    grants     the PE     the DE     | preempted
+              pending   then for               free after free after |
+              block     slots                  it         Admitted   v
+                 ^-------------------------------------------------- once more
 
 Whoever may still write to a slot says when it is through (BlocksRead, Prefilled or PrefillEnded, Admitted or
 Released): only then is the slot given back, also when the request was cancelled meanwhile.
@@ -327,6 +328,7 @@ class Controller:
         self._give_tokens(live, event.tokens, event.margins)
         if event.finished:
             live.end = self._clock()
+            self._admission.stops(live)
             live.handle.finish(tuple(live.output))
 
     def _give_tokens(self, live: Live, tokens: tuple[int, ...], margins: tuple[float, ...]) -> None:

@@ -1,19 +1,18 @@
 """How work leaves the scheduler's queues: leaders ask for their groups, and running requests ask for more memory.
 
 A leader that has asked stays on the list until there is work for its group; the answer takes it off, and it asks again
-when it has the answer. One that does not ask, because it is busy, stuck or dead, is given nothing (DESIGN.md, "A
-request's way", 2).
+when it has the answer (DESIGN.md, "A request's way", 2). It is the process that asks, not its compute thread: a group
+whose leader is stopped or dead is given nothing, one that has much to do is held back by beta and by its memory.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from dualpath.cluster.live import Live, Phase
 from dualpath.scheduler.load import EngineLoad, Placement
 from dualpath.scheduler.scheduler import Scheduler
-from dualpath.types import EngineId, GroupId, Role
+from dualpath.types import EngineId, GroupId, RequestId, Role
 
 
 class Dispatch:
@@ -61,34 +60,33 @@ class Growth:
 
     def __init__(self, scheduler: Scheduler, block_tokens: int) -> None:
         self._scheduler, self._block_tokens = scheduler, block_tokens
-        self._waiting: deque[Live] = deque()
+        self._waiting: dict[RequestId, Live] = {}
 
     def need(self, live: Live) -> None:
         """`live` goes on only with one more block."""
-        self._waiting.append(live)
+        self._waiting[live.id] = live
 
     def waits(self, live: Live) -> bool:
         """Whether `live` stands still until it is given memory, which is not its engine's fault."""
-        return live in self._waiting
+        return live.id in self._waiting
 
     def forget(self, live: Live) -> None:
         """`live` needs no more: it has ended or given way."""
-        if live in self._waiting:
-            self._waiting.remove(live)
+        self._waiting.pop(live.id, None)
 
     def grown(self) -> Iterator[Live]:
         """Gives out what is free: the requests that have grown."""
-        for live in list(self._waiting):
+        for live in list(self._waiting.values()):
             assert live.run.de is not None
             if self._scheduler.grow(live.run.de.engine, self._block_tokens):
                 live.run.grown += self._block_tokens
-                self._waiting.remove(live)
+                del self._waiting[live.id]
                 yield live
 
     def victims(self, everyone: Collection[Live]) -> Iterator[Live]:
         """For each engine on which somebody still waits: the newest request, unless memory is on its way back there
         already, or the newest has yet to arrive at the engine and can give way only then."""
-        for engine in dict.fromkeys(live.run.de.engine for live in self._waiting if live.run.de):
+        for engine in dict.fromkeys(live.run.de.engine for live in self._waiting.values() if live.run.de):
             holders = [live for live in everyone if live.run.de is not None and live.run.de.engine == engine]
             if any(live.run.preempting or live.over or live.end is not None for live in holders):
                 continue

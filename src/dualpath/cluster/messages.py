@@ -83,9 +83,7 @@ class Preempt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Assigned(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a leader's Fetch: which engine of its group gets which request."""
-
-    placements: tuple[tuple[RequestId, EngineId], ...]
+    """The answer to a leader's Fetch: its group was given work, which comes to each engine when its KV is there."""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -130,8 +128,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
-    """A group's leader is ready to hand out work. Answered with Assigned as soon as there is some: a leader that does
-    not ask, because it is busy, stuck or dead, gets nothing."""
+    """A group's leader is ready for work. Answered with Assigned as soon as there is some: a group whose leader does
+    not ask, because it is stopped or dead, gets none."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dualpath.types import BadInputError
+from dualpath.units import format_size
 
 
 @contextlib.contextmanager
@@ -41,6 +42,18 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
         if janitor is not None:
             janitor.communicate()
+
+
+def copy_store(source: Path, target: Path) -> None:
+    """Copies a store that nobody has open. Raises BadInputError when there is no room."""
+    try:
+        shutil.copytree(source, target)
+    except OSError as error:  # shutil.Error, a list of files, is one
+        free = shutil.disk_usage(target.parent).free
+        raise BadInputError(
+            f"no room for a copy of the store in {target.parent} ({format_size(free)} free): more is needed there "
+            f"({'some files' if isinstance(error, shutil.Error) else error.strerror} could not be written)"
+        ) from None
 
 
 def memory_file_system() -> Path | None:

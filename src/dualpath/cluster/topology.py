@@ -68,13 +68,15 @@ def expected_reads(
     config: ClusterConfig, layout: KVLayout, links: Mapping[LinkId, float | None], profile: Profile | None
 ) -> ReadRates:
     """Bytes/s at which the reads of each node are expected to go, and which resource binds them all: an emulated NIC
-    has its rate, another the measured one."""
+    has its rate, another the measured one, and so has memory."""
     snic = {}
     for node in config.node:
         emulated = links[link_id(node.engine_ids[0], LinkKind.SNIC_WRITE)]
         measured = profile.snic.get(node.name) if profile else None
         snic[node.name] = emulated or (measured.per_s if measured else UNKNOWN_SNIC)
-    return read_rates(config, layout, snic, links)
+    memory = profile.memory.per_s if profile else None
+    limits = {link: memory if link.endswith(f"/{LinkKind.DRAM}") else rate for link, rate in links.items()}
+    return read_rates(config, layout, snic, limits)
 
 
 def scheduler_constants(config: ClusterConfig, layout: KVLayout, profile: Profile | None) -> Constants:

@@ -150,6 +150,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     snic_max_over_avg: float
     attention_max_over_avg: float
     failed: int
+    cancelled: int
     retried: int
     preempted: int
     recomputed_blocks: int

@@ -54,6 +54,7 @@ def summarize(
         snic_max_over_avg=max_over_avg(list(bytes_under_load(records, [node.name for node in nodes]).values())),
         attention_max_over_avg=max_over_avg([n.engine_busy_s for n in nodes if n.role is Role.PREFILL]),
         failed=sum(1 for r in records if r.error),
+        cancelled=sum(1 for r in records if r.cancelled),
         retried=0,
         preempted=sum(max(len(r.attempts) - 1, 0) for r in records),
         recomputed_blocks=sum(attempt.recomputed_blocks for r in records for attempt in r.attempts),
@@ -76,16 +77,22 @@ def tpot(record: RequestRecord) -> float | None:
     return (record.end - record.first_token) / (len(record.output) - 1)
 
 
-def meets(records: Iterable[RequestRecord], ttft_s: float, tpot_s: float, percentile: float) -> bool:
-    """Whether that percentile of the requests' TTFT and TPOT keeps the limits. One that failed has kept none."""
+def percentile_of(records: Iterable[RequestRecord], percentile: float) -> tuple[float, float]:
+    """TTFT and TPOT at that percentile of the requests; infinite for one that failed, 0 where there are none."""
     asked = [record for record in records if not record.cancelled]
     firsts = [math.inf if record.error else value for record in asked if (value := ttft(record)) is not None]
     firsts += [math.inf for record in asked if record.error and record.first_token is None]
     furthers = [value for record in asked if (value := tpot(record)) is not None]
-    return all(
-        not values or float(np.percentile(values, percentile, method="higher")) <= limit
-        for values, limit in ((firsts, ttft_s), (furthers, tpot_s))
+    first, further = (
+        float(np.percentile(values, percentile, method="higher")) if values else 0.0 for values in (firsts, furthers)
     )
+    return first, further
+
+
+def meets(records: Iterable[RequestRecord], ttft_s: float, tpot_s: float, percentile: float) -> bool:
+    """Whether that percentile of the requests' TTFT and TPOT keeps the limits. One that failed has kept none."""
+    first, further = percentile_of(records, percentile)
+    return first <= ttft_s and further <= tpot_s
 
 
 def shape(nodes: Iterable[NodeSample]) -> str:

@@ -78,9 +78,9 @@ async def run_agents(
     """Replays agents, waits for the last, and returns the runs of those that finished, in the order of `agents`.
 
     `arrivals`: seconds from the start, not falling, at which one agent after another begins, until either runs out; an
-    agent is drawn when its time has come, so both may be endless. None: all at once. `stop`, when set: no agent begins
-    any more, and those that run are cancelled. `on_agent` is told of each agent that ends, cut short or not. The first
-    failed turn ends the replay with its error; the other agents are cancelled."""
+    agent is drawn when the one before has begun, so both may be endless. None: all at once. `stop`, when set: no agent
+    begins any more, and those that run are cancelled. `on_agent` is told of each agent that ends, cut short or not.
+    The first failed turn ends the replay with its error; the other agents are cancelled."""
     clock = asyncio.get_running_loop().time
     start = clock()
     finished: dict[int, AgentRun] = {}
@@ -117,10 +117,10 @@ async def run_agents(
         async with asyncio.TaskGroup() as group:
             drawn = iter(agents)
             for number, arrival in enumerate(itertools.repeat(0.0) if arrivals is None else arrivals):
-                if (wait := start + arrival - clock()) > 0:
-                    await asyncio.sleep(wait)
                 if (agent := next(drawn, None)) is None:
                     return
+                if (wait := start + arrival - clock()) > 0:
+                    await asyncio.sleep(wait)
                 group.create_task(one(number, agent, arrival))
 
     async def halt(running: asyncio.Task[None], stop: asyncio.Event) -> None:
