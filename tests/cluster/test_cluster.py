@@ -331,3 +331,12 @@ def test_a_forced_reply_goes_into_the_context_and_the_models_own_is_recorded(
         assert record.argmax == expected
         assert all(margin > 0 for margin in record.margins)
     assert records[1].first.pe_read + records[1].first.de_read == 3 * BLOCK
+
+
+def test_a_forced_reply_outside_the_vocabulary_is_refused(make_config: MakeConfig) -> None:
+    async def body() -> None:
+        async with Cluster.start(make_config()) as cluster:
+            with pytest.raises(DualPathError, match="token id 100000 is outside"):
+                cluster.submit(Request(0, "s", (1, 2, 3), 1, forced=(100_000,)))
+
+    run(body())
