@@ -487,7 +487,7 @@ class Scarce:
         self.controller.handle(Prefilled(request, 1, (prompt,), 0.1, 0.0, 1.0))
 
     def memory_orders(self) -> list[Command]:
-        orders = [order for order in self.orders if isinstance(order, Grow | Preempt)]
+        orders: list[Command] = [order for order in self.orders if isinstance(order, Grow | Preempt)]
         self.orders.clear()
         return orders
 
