@@ -17,8 +17,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", help="default: the trace that is shipped")
     parser.add_argument("--capacity", type=float, help="agents/s, where it is known already")
-    parser.add_argument("--agents", default="10", help="of each run at a given load")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--agents", type=int, default=6, help="of a run at 20 %% of the capacity")
+    parser.add_argument("--pairs", type=int, default=1)
     given = parser.parse_args()
     options = ["--max-turns", "5", "--no-delays", "--scale-tokens", "1/64"]
     if given.trace:
@@ -30,16 +30,16 @@ def main() -> None:
             "dualpath"
         ]
     print(f"capacity of dualpath, TTFT <= 10 s and TPOT <= 500 ms: {capacity:.3g} agents/s", flush=True)
-    slo = ["--slo-ttft", "1000s", "--sessions", given.agents, "--warm-up"]  # a fixed number of agents, not the rule
+    # From here on a fixed number of agents, not the stopping rule, ends a run; as many at each load in the same time.
+    fixed = [*options, "--slo-ttft", "1000s"]
     ratios: dict[str, list[float]] = {"ttst_s": [], "tpot_s": []}
     reads: dict[float, list[float]] = {0.2: [], 0.8: []}
     for pair in range(given.pairs):
-        low = bench(
-            "1p1d", [*options, *slo, "--policy", "basic,dualpath", "--rate", f"{0.2 * capacity}", "--seed", f"{pair}"]
-        )
-        high = bench(
-            "1p1d", [*options, *slo, "--policy", "dualpath", "--rate", f"{0.8 * capacity}", "--seed", f"{pair}"]
-        )
+        seed = ["--seed", str(pair)]
+        few = [*seed, "--sessions", str(given.agents), "--rate", str(0.2 * capacity)]
+        many = [*seed, "--sessions", str(4 * given.agents), "--rate", str(0.8 * capacity)]
+        low = bench("1p1d", [*fixed, *few, "--policy", "basic,dualpath"])
+        high = bench("1p1d", [*fixed, *many, "--policy", "dualpath"])
         reads[0.2].append(low["runs"]["dualpath"]["read_s"]["mean"])
         reads[0.8].append(high["runs"]["dualpath"]["read_s"]["mean"])
         for key, found in ratios.items():

@@ -124,6 +124,9 @@ class Bench:
         self._model, self._options, self._report = model, options, report
         self._profile: Profile | None = None
         self._warm = Path()
+        self._root = Path(config.store.root).expanduser().absolute()
+        if self._root.exists() and not self._root.is_dir():
+            raise BadInputError(f"store.root is {config.store.root!r}, a file; a directory is needed")
         self.skipped: Counter[str] = Counter()
         self._sessions = []
         longest = longest_context(config, model.layout, options.policies, model.max_context)
@@ -157,8 +160,7 @@ class Bench:
         DualPathError when a run fails, SloMissedError, before any search, when a capacity is asked for that some policy
         does not have."""
         options, self._profile = self._options, profile
-        parent = Path(self._config.store.root).expanduser().absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
+        parent = next(path for path in self._root.parents if path.is_dir())
         with scratch_directory(parent) as disk, scratch_directory(memory_file_system()) as memory:
             self._warm = disk / "warm-up"
             dropped = 0
@@ -296,7 +298,7 @@ class Bench:
         if not meets(done.records, slo.ttft_s, slo.tpot_s, slo.percentile):
             firsts, furthers = percentile_of(done.records, slo.percentile)
             raise SloMissedError(
-                f"{config.policy.value}: a single agent takes {firsts:.3g} s to the first token (--slo-ttft is "
+                f"under {config.policy.value} a single agent takes {firsts:.3g} s to the first token (--slo-ttft is "
                 f"{slo.ttft_s:g} s) and {furthers * 1e3:.3g} ms per further one (--slo-tpot is {slo.tpot_s * 1e3:g} "
                 f"ms) at percentile {slo.percentile:g}: no rate keeps these limits on this machine"
             )

@@ -25,6 +25,9 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pass
 
 
+MOST_ENGINES = 10_000
+"""More than any node has devices."""
+
 BUNDLED_MODEL = "smollm2-135m"
 """Name of the bundled model, where a path is asked for; it is fetched and converted on first use."""
 
@@ -187,6 +190,9 @@ class ClusterConfig(_Strict, frozen=True):
         ):
             if value < 1:
                 raise ValueError(f"{where} is {value}, at least 1 is needed")
+        for node in self.node:
+            if node.engines > MOST_ENGINES:
+                raise ValueError(f"node {node.name}: engines is {node.engines}, at most {MOST_ENGINES} share a node")
         slow = self.emulate.snic or self.emulate.cnic or any(node.snic for node in self.node)
         if self.policy is Policy.ORACLE and slow:
             raise ValueError("policy is 'oracle', which waits for no link: emulated rates contradict it")

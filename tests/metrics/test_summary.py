@@ -59,7 +59,7 @@ def test_a_summary_adds_up() -> None:
         record(2, "c", error="gone"),
         record(3, cancelled=True),
     ]
-    run = summarize(Policy.DUALPATH, records, nodes, [3.0, 5.0], "x", Cost(1, 2, 3, 4))
+    run = summarize(Policy.DUALPATH, records, nodes, [3.0, 5.0], 2, "x", Cost(1, 2, 3, 4))
     assert (run.nodes, run.requests, run.failed, run.jct_s, run.agents) == ("1P1D", 4, 1, 5.0, 2)
     sources = run.tokens_by_source
     assert sources.pe_read + sources.de_read + sources.computed + sources.device + sources.dram == run.prompt_tokens
@@ -78,7 +78,7 @@ def test_digest_is_of_the_answers_not_of_their_order() -> None:
 
 
 def test_nothing_ran() -> None:
-    run = summarize(Policy.BASIC, [], [], [], "", Cost(0, 0, 0, 0))
+    run = summarize(Policy.BASIC, [], [], [], 0, "", Cost(0, 0, 0, 0))
     assert run.jct_s == 0
     assert spread([]).p99 == 0
     assert max_over_avg([]) == 0
@@ -105,7 +105,7 @@ def test_bytes_count_until_the_first_node_stays_idle() -> None:
 
 def test_a_preempted_request_counts_once_in_the_sources_and_in_preempted() -> None:
     first, again = Attempt(computed=10), Attempt(pe_read=8, computed=4, recomputed_blocks=2)
-    run = summarize(Policy.DUALPATH, [record(attempts=(first, again))], [], [1.0], "", Cost(0, 0, 0, 0))
+    run = summarize(Policy.DUALPATH, [record(attempts=(first, again))], [], [1.0], 1, "", Cost(0, 0, 0, 0))
     assert (run.preempted, run.recomputed_blocks, run.tokens_by_source.computed) == (1, 2, run.prompt_tokens)
 
 

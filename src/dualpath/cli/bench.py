@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from dualpath.cluster.replay import Report
 
 
-def _number(name: str, value: float, most: float = math.inf) -> float:
-    if not 0 < value <= most or value == math.inf:
-        upper = "" if most == math.inf else f" and at most {most:g}"
-        raise BadInputError(f"--{name} is {value:g}, a finite number above 0{upper} is needed")
+_TIME_SCALES = (1e-6, 1e6)
+_LEAST_SCALE = Fraction(1, 4096)
+
+
+def _number(name: str, value: float, least: float = 0.0, most: float = math.inf) -> float:
+    if not 0 < value < math.inf or not least <= value <= most:
+        within = "" if most == math.inf else f" from {least:g} to {most:g}" if least else f" and at most {most:g}"
+        raise BadInputError(f"--{name} is {value:g}, a finite number above 0{within} is needed")
     return value
 
 
@@ -48,8 +52,8 @@ def _scale(text: str) -> Fraction:
         scale = Fraction(text)
     except (ValueError, ZeroDivisionError):
         scale = Fraction(0)
-    if not 0 < scale <= 1:
-        raise BadInputError(f"--scale-tokens is {text!r}, a fraction above 0 and at most 1 is needed, such as 1/32")
+    if not _LEAST_SCALE <= scale <= 1:
+        raise BadInputError(f"--scale-tokens is {text!r}, a fraction from {_LEAST_SCALE} to 1 is needed, such as 1/32")
     return scale
 
 
@@ -124,14 +128,14 @@ def bench(
         agents=sessions if online else None,
         max_turns=max_turns,
         scale=_scale(scale_tokens),
-        time_scale=1.0 if time_scale is None else _number("time-scale", time_scale),
+        time_scale=1.0 if time_scale is None else _number("time-scale", time_scale, *_TIME_SCALES),
         delays=not no_delays,
         warm_up=warm_up,
         store=not no_store,
         slo=Slo(
             _limit("slo-ttft", slo_ttft or "4s"),
             _limit("slo-tpot", slo_tpot or "50ms"),
-            50.0 if slo_percentile is None else _number("slo-percentile", slo_percentile, 100.0),
+            50.0 if slo_percentile is None else _number("slo-percentile", slo_percentile, most=100.0),
         ),
         seed=seed or 0,
     )
@@ -149,7 +153,8 @@ def bench(
         profile, whence = _profile(cluster, config, model, report)
         work.skipped.update(source.skipped)
         _say(f"Profile of this machine: {whence}.")
-        _say(f"Over both paths, reading hits should be bound by: {work.binding(profile)}.")
+        if options.store:
+            _say(f"Over both paths, reading hits should be bound by: {work.binding(profile)}.")
         result = asyncio.run(work.run(profile, kept.run if kept else lambda run: None))
     if kept:
         kept.summary(options, profile, result)
@@ -215,16 +220,14 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
     elif result.capacity:
         title = "as many agents/s as keep the limits"
     table = Table(title=f"{base.nodes}: {title}", box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
-    table.add_column("policy")
-    columns = ["JCT", "speed-up", "read", "TTFT", "TTST", "TPOT", "by P", "by D", "max/avg"]
-    for name in [*columns, "agents/s"] if result.capacity else columns:
+    table.add_column("policy", no_wrap=True, min_width=len("pe-scheduled"))
+    columns = ["read", "TTFT", "TTST", "TPOT", "by P", "by D", "max/avg"]
+    columns = [*(["agents/s"] if result.capacity else []), *columns] if result.online else ["JCT", "speed-up", *columns]
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for policy, run in runs.items():
         read = {role: sum(n.snic_write_bytes for n in run.node if n.role is role) for role in Role}
         row = [
-            policy.value,
-            f"{run.jct_s:.1f} s",
-            f"{base.jct_s / run.jct_s:.2f}x" if run.jct_s else "",
             f"{run.read_s.mean:.2f} s",
             f"{run.ttft_s.mean:.2f} s",
             f"{run.ttst_s.mean:.2f} s",
@@ -235,8 +238,10 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
         ]
         if result.capacity:
             found = result.capacity[policy]
-            row.append(f"{found.kept_aps:.3g}" if found.missed_aps else f">= {found.kept_aps:.3g}")
-        table.add_row(*row)
+            row.insert(0, f"{found.kept_aps:.3g}" if found.missed_aps else f">= {found.kept_aps:.3g}")
+        elif not result.online:
+            row = [f"{run.jct_s:.1f} s", f"{base.jct_s / run.jct_s:.2f}x" if run.jct_s else "", *row]
+        table.add_row(policy.value, *row)
     out.print(table)
     out.print(
         "Means over requests. read: until the last hit block is verified; by P, by D: read from storage by prefill and "

@@ -52,10 +52,13 @@ def policies(text: str, option: str = "--modes") -> tuple[Policy, ...]:
 def progress() -> Iterator[Report]:
     """A progress bar on stderr: one line for each stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
+    bar = RichProgress(*columns, console=Console(stderr=True))
+    try:
         tasks: dict[str, TaskID] = {}
 
         def report(progress: Progress) -> None:
+            if not bar.live.is_started:  # with the first report: what fails before it is one line
+                bar.start()
             stage = progress.stage
             if stage not in tasks:
                 if tasks:  # stages follow one another: the one before is over
@@ -67,6 +70,9 @@ def progress() -> Iterator[Report]:
             bar.update(tasks[stage], description=description, completed=progress.done, total=progress.total or None)
 
         yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def print_struct(value: msgspec.Struct, json: bool) -> None:

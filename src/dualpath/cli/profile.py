@@ -36,8 +36,8 @@ def profile(
     except ModuleNotFoundError as error:
         raise BadInputError(f"profile needs the package {error.name}: install dualpath with its extra 'demo'") from None
     path = out or default_file(cluster)
-    if not path.parent.is_dir():  # before a minute of measuring, not after it
-        raise BadInputError(f"--out is {str(path)!r}: there is no directory {path.parent}")
+    if not path.parent.is_dir() or path.is_dir():  # before a minute of measuring, not after it
+        raise BadInputError(f"--out is {str(path)!r}: a file in a directory that exists is needed")
     with progress() as report:
         # Before the event loop, where Ctrl-C would wait for the fetch to end.
         model_directory(config.model.path, lambda what: report(Progress("model", note=what)))

@@ -174,8 +174,8 @@ def _write(sessions: Iterable[TraceSession], to: str, out: Path | None) -> None:
         write(sessions, to, sys.stdout.buffer)
         sys.stdout.buffer.flush()
         return
-    with replacing(out) as stream:
-        write(sessions, to, stream)
+    with replacing(out) as stream, _packed(out, stream) as target:
+        write(sessions, to, target)
 
 
 def _counted(sessions: Iterable[TraceSession], written: Counter[str]) -> Iterator[TraceSession]:

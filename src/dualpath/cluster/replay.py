@@ -108,6 +108,7 @@ async def replay(
             records,
             node_samples(config, links, counters),
             [agent.seconds for agent in ran],
+            len({record.session for record in records}),
             bottleneck(_usages(config, links, counters), wall_s),
             Cost(wall_s, meter.cpu_s(), meter.peak_bytes, cluster.controller.events),
         )

@@ -19,17 +19,19 @@ def summarize(
     records: Sequence[RequestRecord],
     nodes: Sequence[NodeSample],
     agent_seconds: Sequence[float],
+    agents: int,
     bottleneck: str,
     cost: Cost,
     seed: int = 0,
 ) -> RunSummary:
-    """The summary of one offline run. `agent_seconds`: for each agent, from the start until its last token."""
+    """The summary of one run. `agent_seconds`: for each of the `agents` that was not cut short, from its arrival until
+    its last token."""
     done = [record for record in records if not record.error and not record.cancelled]
     firsts = [record for record in done if record.first_token is not None]
     return RunSummary(
         policy=policy,
         nodes=shape(nodes),
-        agents=len(agent_seconds),
+        agents=agents,
         requests=len(records),
         seed=seed,
         jct_s=max(agent_seconds, default=0.0),
