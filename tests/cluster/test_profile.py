@@ -130,13 +130,18 @@ def test_prefixes_fit_every_pool(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.cluster
-def test_a_cluster_is_measured_on_a_store_of_its_own(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize(("prefill", "decode"), [((1,), (1,)), ((1, 1), (1,)), ((1,), (1, 1))])
+def test_a_cluster_is_measured_on_a_store_of_its_own(
+    make_config: MakeConfig, prefill: tuple[int, ...], decode: tuple[int, ...]
+) -> None:
     """The emulated rate of each storage NIC comes out within 10 %, all figures are there, and the cluster's own store
     is never touched, whatever its policy."""
-    config = make_config(Policy.BASIC, snic=4e6, chunk_tokens=64)
+    config = make_config(Policy.BASIC, prefill=prefill, decode=decode, snic=4e6, chunk_tokens=64)
     stages: list[Progress] = []
     profile = run(measure(config, stages.append))
-    assert {node: rate.per_s for node, rate in profile.snic.items()} == pytest.approx({"p0": 4e6, "d0": 4e6}, rel=0.1)
+    assert {node: rate.per_s for node, rate in profile.snic.items()} == pytest.approx(
+        {node.name: 4e6 for node in config.node}, rel=0.1
+    )
     assert matches(profile, config, ServedModel.open(config).fingerprint.digest()) == ""
     assert 0.9 < profile.prefill_cached < 1
     assert min(profile.prefill.per_s, profile.decode.per_s, profile.memory.per_s) > 0
@@ -158,5 +163,5 @@ def test_the_command_refuses_what_it_cannot_use_before_it_measures(tmp_path: Pat
     cluster.write_text(
         '[store]\nroot = "x"\n[[node]]\nname = "p0"\nrole = "prefill"\n[[node]]\nname = "d0"\nrole = "decode"\n'
     )
-    with pytest.raises(BadInputError, match=r"--out is .*there is no directory"):
+    with pytest.raises(BadInputError, match=r"--out is .*a file in a directory that exists is needed"):
         profile_command(cluster, tmp_path / "none" / "x.json")

@@ -181,12 +181,12 @@ async def _read_all(
     await ask(stored, 1, 1)
     nodes = [node.name for node in cluster.config.node]
     reads: dict[NodeId, list[tuple[int, float]]] = {node: [] for node in nodes}
-    # Every pair of engines comes by within so many requests, and its nodes read by turns.
+    # Every pair of engines comes by again and again, and its nodes read by turns: no regular ones, so this is generous.
     pairs = len(cluster.config.engines(Role.PREFILL)) * len(cluster.config.engines(Role.DECODE))
     for blocks in lengths:
         longest: list[RequestRecord] = []
         missing = dict.fromkeys(nodes, REPETITIONS)
-        for done in range(2 * REPETITIONS * pairs):
+        for done in range(8 * REPETITIONS * pairs):
             report(Progress(STAGE, done, note=f"reads of {blocks} blocks"))
             prefix = stored[: blocks * layout.block_tokens]
             generate = GENERATED if blocks == lengths[-1] else 1
