@@ -221,36 +221,40 @@ def _print(result: BenchResult, options: BenchOptions) -> None:
         title = "as many agents/s as keep the limits"
     table = Table(title=f"{base.nodes}: {title}", box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
     table.add_column("policy", no_wrap=True, min_width=len("pe-scheduled"))
-    columns = ["read", "TTFT", "TTST", "TPOT", "by P", "by D", "max/avg"]
-    columns = [*(["agents/s"] if result.capacity else []), *columns] if result.online else ["JCT", "speed-up", *columns]
+    columns = ["read", "TTFT", "TTST", "TPOT", "P GB", "D GB", "max/avg"]
+    columns = [*(["agents/s"] if result.capacity else []), *columns] if result.online else ["JCT", "ratio", *columns]
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for policy, run in runs.items():
         read = {role: sum(n.snic_write_bytes for n in run.node if n.role is role) for role in Role}
         row = [
-            f"{run.read_s.mean:.2f} s",
-            f"{run.ttft_s.mean:.2f} s",
-            f"{run.ttst_s.mean:.2f} s",
-            f"{run.tpot_s.mean * 1e3:.0f} ms",
-            f"{read[Role.PREFILL] / 1e6:.0f} MB",
-            f"{read[Role.DECODE] / 1e6:.0f} MB",
+            f"{run.read_s.mean:.2f}",
+            f"{run.ttft_s.mean:.2f}",
+            f"{run.ttst_s.mean:.2f}",
+            f"{run.tpot_s.mean:.3f}",
+            f"{read[Role.PREFILL] / 1e9:.2f}",
+            f"{read[Role.DECODE] / 1e9:.2f}",
             f"{run.snic_max_over_avg:.2f}",
         ]
         if result.capacity:
             found = result.capacity[policy]
             row.insert(0, f"{found.kept_aps:.3g}" if found.missed_aps else f">= {found.kept_aps:.3g}")
         elif not result.online:
-            row = [f"{run.jct_s:.1f} s", f"{base.jct_s / run.jct_s:.2f}x" if run.jct_s else "", *row]
+            row = [f"{run.jct_s:.1f}", f"{base.jct_s / run.jct_s:.2f}x" if run.jct_s else "", *row]
         table.add_row(policy.value, *row)
     out.print(table)
     out.print(
-        "Means over requests. read: until the last hit block is verified; by P, by D: read from storage by prefill and "
-        "by decode nodes; max/avg: of the storage NICs' bytes under load.",
+        "Seconds, means over requests. ratio: the first policy's JCT over this one's; read: until the last hit block "
+        "is verified; P, D: read from storage by prefill and by decode nodes; max/avg: of the storage NICs under load.",
         soft_wrap=True,
         highlight=False,
     )
     shares = [f"{p.value} {run.argmax_agreement.share:.2%}" for p, run in runs.items() if run.argmax_agreement]
-    out.print(f"The model says the same as under {options.policies[0].value}: {', '.join(shares)}.", highlight=False)
+    out.print(
+        f"The model says the same as under {options.policies[0].value}: {', '.join(shares)}.",
+        soft_wrap=True,
+        highlight=False,
+    )
     for policy, run in runs.items():
         out.print(f"Bottleneck of {policy.value}: {run.bottleneck}.", soft_wrap=True, highlight=False)
         if result.online and not result.capacity:
