@@ -12,6 +12,7 @@ from dualpath.bench import Bench, BenchOptions, BenchResult, PolicyRun, Slo, Slo
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.replay import Progress
 from dualpath.metrics.schema import RequestRecord
+from dualpath.metrics.summary import request_shares
 from dualpath.types import BadInputError, Policy
 from dualpath.workload.arrivals import Verdict
 from dualpath.workload.trace import TraceSession, TraceTurn
@@ -70,8 +71,9 @@ def test_every_policy_does_the_same_work(make_config: MakeConfig) -> None:
         computed = {record.turn: record.first.computed for record in outcome.records[policy]}
         assert all(tokens <= 3 * BLOCK for tokens in computed.values())
         assert sorted(computed) == [1, 2, 3]
-        shares = msgspec.structs.astuple(summary.ttft_share)
-        assert sum(shares) == pytest.approx(1)
+        for record in outcome.records[policy]:
+            assert sum(msgspec.structs.astuple(request_shares(record))) == pytest.approx(1)
+        assert sum(msgspec.structs.astuple(summary.ttft_share)) == pytest.approx(1)
     outputs = {
         policy: {(r.session, r.turn): (r.output, r.argmax) for r in records}
         for policy, records in outcome.records.items()
