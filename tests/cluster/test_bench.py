@@ -120,7 +120,7 @@ def test_a_capacity_is_found_between_a_rate_that_keeps_and_one_that_does_not(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dualpath.bench.PROBES", 5)
-    slo = Slo(ttft_s=1.0, tpot_s=1.0)
+    slo = Slo(ttft_s=3.0, tpot_s=3.0)
     options = {"policies": (Policy.DUALPATH,), "find_capacity": True, "time_scale": 0.001, "slo": slo}
     result = bench(make_config, sessions(4, 2), **options).result
     assert result.capacity_aps is not None
