@@ -12,19 +12,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import rich
 import rich.table
 import torch
 
+from benchmarks.options import add_model, at_least_one, open_model
 from dualpath.engine.device import best_device
 from dualpath.engine.measure import measure_attention
-from dualpath.models.bundled import ensure_bundled
-from dualpath.models.card import open_model_dir
 from dualpath.scheduler.attention_time import AttentionTime, Point, fit, fit_points, relative_error
-from dualpath.types import BadInputError, KVDtype
+from dualpath.types import KVDtype
 
 LIMIT = 0.15
 
@@ -42,25 +40,16 @@ def least_squares(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory; the bundled SmolLM2 by default"
-    )
+    add_model(parser)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-dtype", type=KVDtype, choices=list(KVDtype), default=KVDtype.FP32)
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a point, cached and new")
     parser.add_argument("--new", type=int, default=2048, help="most new tokens of a point")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for name in ("threads", "tokens", "new", "repetitions"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, at least 1 is needed")
+    at_least_one(parser, options, "threads", "tokens", "new", "repetitions")
     torch.set_num_threads(options.threads)
-    try:
-        directory = options.model or ensure_bundled(progress=lambda line: print(line, file=sys.stderr))
-        card = open_model_dir(directory)
-    except BadInputError as error:
-        parser.error(str(error))
+    directory, card = open_model(parser, options)
     train, held_out = fit_points(min(options.tokens, card.max_positions), options.new)
     times = measure_attention(card, options.kv_dtype, best_device(), [*train, *held_out], options.repetitions)
     seconds, unseen = times[: len(train)], times[len(train) :]

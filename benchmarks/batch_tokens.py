@@ -11,18 +11,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import rich
 import rich.table
 
+from benchmarks.options import add_model, at_least_one, open_model
 from dualpath.config import PrefillSection
 from dualpath.engine.device import CpuDevice
 from dualpath.engine.pools import PrefillPool
 from dualpath.layout import KVLayout
-from dualpath.models.bundled import ensure_bundled
-from dualpath.models.card import open_model_dir
 from dualpath.scheduler.pack import PackItem, PackLimits, pack
 from dualpath.scheduler.policy import POLICIES
 from dualpath.types import BadInputError, KVDtype, Policy
@@ -56,21 +54,16 @@ def measure(layout: KVLayout, kv_memory: int, context: int, append: int, mode: P
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tokens in one prefill batch, basic against layerwise")
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory; the bundled SmolLM2 by default"
-    )
+    add_model(parser)
     parser.add_argument("--kv-memory", default="400MB", help="device memory for KV")
     parser.add_argument("--context", type=int, default=1984, help="cached tokens of a turn")
     parser.add_argument("--append", type=int, default=32, help="new tokens of a turn")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    for name in ("context", "append"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, at least 1 is needed")
+    at_least_one(parser, options, "context", "append")
+    directory, card = open_model(parser, options)
     try:
         kv_memory = parse_size(options.kv_memory)
-        directory = options.model or ensure_bundled(progress=lambda line: print(line, file=sys.stderr))
-        layout = open_model_dir(directory).layout(KVDtype.FP32, 64)
+        layout = card.layout(KVDtype.FP32, 64)
         basic, layerwise = (
             measure(layout, kv_memory, options.context, options.append, mode)
             for mode in (Policy.BASIC, Policy.LAYERWISE)

@@ -19,13 +19,13 @@ import rich
 import rich.table
 import torch
 
-from dualpath.models.bundled import ensure_bundled
-from dualpath.models.card import ModelCard, open_model_dir
+from benchmarks.options import add_model, at_least_one, open_model
+from dualpath.models.card import ModelCard
 from dualpath.models.decoder import Decoder
 from dualpath.models.memory_kv import MemoryKV, new_cache
 from dualpath.models.seam import PackedBatch
 from dualpath.models.weights import load_model
-from dualpath.types import BadInputError, KVDtype
+from dualpath.types import KVDtype
 
 
 class Case(NamedTuple):
@@ -69,22 +69,14 @@ def measure(model: Decoder, card: ModelCard, case: Case, kv_dtype: KVDtype, seco
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory; the bundled SmolLM2 by default"
-    )
+    add_model(parser)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kv-dtype", type=KVDtype, choices=list(KVDtype), default=KVDtype.FP32)
     parser.add_argument("--seconds", type=float, default=4.0, help="how long each of the 7 cases is repeated")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.threads < 1:
-        parser.error(f"--threads is {options.threads}, at least 1 is needed")
+    at_least_one(parser, options, "threads")
     torch.set_num_threads(options.threads)
-    try:
-        directory = options.model or ensure_bundled(progress=lambda line: print(line, file=sys.stderr))
-        card = open_model_dir(directory)
-    except BadInputError as error:
-        parser.error(str(error))
+    directory, card = open_model(parser, options)
     results = run(directory, card, options.kv_dtype, options.seconds)
     if options.json:
         cases = [result._asdict() for result in results]

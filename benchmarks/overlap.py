@@ -18,7 +18,6 @@ import queue
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +25,12 @@ import rich
 import rich.table
 import torch
 
+from benchmarks.options import add_model, at_least_one, open_model
 from dualpath import paths
 from dualpath.engine.device import CpuDevice
 from dualpath.engine.pools import PrefillPool
 from dualpath.engine.prefill import PrefillEngine
 from dualpath.layout import KVLayout
-from dualpath.models.bundled import ensure_bundled
-from dualpath.models.card import open_model_dir
 from dualpath.models.decoder import Decoder
 from dualpath.models.weights import load_model
 from dualpath.transfer.fabric import Region
@@ -148,25 +146,16 @@ def run(model: Decoder, layout: KVLayout, cached: int, new: int, repeats: int) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory; the bundled SmolLM2 by default"
-    )
+    add_model(parser)
     parser.add_argument("--cached", type=int, default=1024, help="tokens whose KV is loaded, whole blocks of 64")
     parser.add_argument("--new", type=int, default=64, help="tokens that are computed")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.cached < 64 or options.cached % 64:
         parser.error(f"--cached is {options.cached}, a positive multiple of 64 is needed")
-    for name in ("new", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, at least 1 is needed")
+    at_least_one(parser, options, "new", "repeats")
     torch.set_num_threads(1)
-    try:
-        directory = options.model or ensure_bundled(progress=lambda line: print(line, file=sys.stderr))
-        card = open_model_dir(directory)
-    except BadInputError as error:
-        parser.error(str(error))
+    directory, card = open_model(parser, options)
     if options.cached + options.new > min(card.max_positions, card.vocab - 1):
         parser.error(f"--cached and --new together are above {min(card.max_positions, card.vocab - 1)}")
     model = load_model(directory, card, torch.device("cpu"), torch.float32)

@@ -19,7 +19,7 @@ import msgspec
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.profile import Profile
 from dualpath.cluster.replay import Online, Replay, Report, replay
-from dualpath.cluster.scratch import copy_store, memory_file_system, scratch_directory
+from dualpath.cluster.scratch import copy_store, memory_file_system, nearest_directory, scratch_directory
 from dualpath.cluster.topology import expected_reads, link_rates, longest_context
 from dualpath.config import ClusterConfig, EmulateSection
 from dualpath.metrics.agreement import agreement
@@ -124,7 +124,7 @@ class Bench:
         self._model, self._options, self._report = model, options, report
         self._profile: Profile | None = None
         self._warm = Path()
-        self._root = Path(config.store.root).expanduser().absolute()
+        self._root = Path(config.store.root).expanduser()
         if self._root.exists() and not self._root.is_dir():
             raise BadInputError(f"store.root is {config.store.root!r}, a file; a directory is needed")
         self.skipped: Counter[str] = Counter()
@@ -160,8 +160,10 @@ class Bench:
         DualPathError when a run fails, SloMissedError, before any search, when a capacity is asked for that some policy
         does not have."""
         options, self._profile = self._options, profile
-        parent = next(path for path in self._root.parents if path.is_dir())
-        with scratch_directory(parent) as disk, scratch_directory(memory_file_system()) as memory:
+        with (
+            scratch_directory(nearest_directory(self._root)) as disk,
+            scratch_directory(memory_file_system()) as memory,
+        ):
             self._warm = disk / "warm-up"
             dropped = 0
             if options.warm_up:

@@ -14,10 +14,10 @@ from dualpath.cluster.dispatch import Dispatch, Growth
 from dualpath.cluster.live import Live, Phase, Run
 from dualpath.cluster.messages import Assigned, Command, Grow, Preempt
 from dualpath.cluster.slots import SlotPool
+from dualpath.cluster.topology import request_limits
 from dualpath.config import ClusterConfig
 from dualpath.layout import KVLayout
 from dualpath.scheduler.load import EngineLoad, Queued
-from dualpath.scheduler.policy import POLICIES
 from dualpath.scheduler.scheduler import Constants, Scheduler
 from dualpath.types import DualPathError, EngineId, GroupId, NodeId, Request, RequestId, Role
 
@@ -44,17 +44,17 @@ class Admission:
         send: Callable[[str, Command], None],
         hits: Callable[[Live], int],
     ) -> None:
-        self._config, self._layout, self._max_context = config, layout, max_context
+        self._layout, self._expected_output = layout, config.decode.expected_output
+        self._limits = request_limits(config, config.policy, layout, max_context, request_slots)
         self._send, self._hits = send, hits
         self._slots = {node: SlotPool(0, count) for node, count in request_slots.items()}
-        self._device_tokens = config.decode.pool_blocks(layout) * layout.block_tokens
         prefill = engine_groups(config, Role.PREFILL)
-        decode = engine_groups(config, Role.DECODE, self._device_tokens)
+        decode = engine_groups(config, Role.DECODE, self._limits.decode)
         self._prefill = [load for loads in prefill.values() for load in loads]
         self._decode = [load for loads in decode.values() for load in loads]
-        self.scheduler = Scheduler(config.policy, prefill, decode, rates, constants)
-        self._dispatch = Dispatch(self.scheduler, prefill, decode)
-        self._growth = Growth(self.scheduler, layout.block_tokens)
+        self._scheduler = Scheduler(config.policy, prefill, decode, rates, constants)
+        self._dispatch = Dispatch(self._scheduler, prefill, decode)
+        self._growth = Growth(self._scheduler, layout.block_tokens)
         self._ready: list[Live] = []  # on both engines, without staging slots; the oldest first
 
     @property
@@ -66,31 +66,22 @@ class Admission:
         """What is taken at this moment, by kind."""
         return {
             "staging_slots": sum(pool.total - pool.free for pool in self._slots.values()),
-            "device_tokens": sum(self._device_tokens - load.free for load in self._decode),
-            "read_bytes": self.scheduler.queues.total,
+            "device_tokens": sum(self._limits.decode - load.free for load in self._decode),
+            "read_bytes": self._scheduler.queues.total,
             "engine_tokens": sum(load.tok for load in (*self._prefill, *self._decode)),
         }
 
     def refuse_oversized(self, request: Request) -> None:
         """Raises DualPathError, with the sizes, for a request that can never be served."""
         tokens = len(request.prompt) + request.max_tokens
-        expected = self._config.decode.expected_output
+        expected, most = self._expected_output, self._limits
         # One that may have to give way comes back with what it has generated as part of its prompt.
         prompt = len(request.prompt) if expected is None or request.max_tokens <= expected else tokens - 1
-        layers = POLICIES[self._config.policy].layers_in_flight(self._layout.n_layer)
         limits = (
-            (tokens, self._max_context, "tokens in the model's context"),
-            (tokens, self._device_tokens, "tokens of KV in a decode engine's memory (decode.kv_memory)"),
-            (
-                prompt,
-                self._config.prefill.pool_tokens(self._layout, layers),
-                "tokens in a prefill engine's memory (prefill.kv_memory, prefill.batch_tokens)",
-            ),
-            (
-                self._layout.blocks(prompt),
-                min(self._slots[load.node].total for load in self._decode),
-                "blocks of staging memory on a decode node (node.staging)",
-            ),
+            (tokens, most.context, "tokens in the model's context"),
+            (tokens, most.decode, "tokens of KV in a decode engine's memory (decode.kv_memory)"),
+            (prompt, most.prefill, "tokens in a prefill engine's memory (prefill.kv_memory, prefill.batch_tokens)"),
+            (self._layout.blocks(prompt), most.staging, "blocks of staging memory on a decode node (node.staging)"),
         )
         for need, limit, what in limits:
             if need > limit:
@@ -100,8 +91,8 @@ class Admission:
         """How the scheduler knows `request` once `generated` tokens of its reply are part of its prompt: with device
         memory for the output that is expected of it."""
         prompt, output = len(request.prompt) + generated, request.max_tokens - generated
-        if self._config.decode.expected_output is not None:
-            output = min(output, self._config.decode.expected_output)
+        if self._expected_output is not None:
+            output = min(output, self._expected_output)
         return Queued(request.id, prompt, self._layout.blocks(prompt + output) * self._layout.block_tokens)
 
     # --- In ---------------------------------------------------------------------------------------------------
@@ -109,7 +100,7 @@ class Admission:
     def queue(self, live: Live) -> None:
         """`live` waits for engines from now on: one that gave way at the head, others at the end."""
         live.phase = Phase.QUEUED
-        self.scheduler.arrive(live.run.item, again=bool(live.given_way))
+        self._scheduler.arrive(live.run.item, again=bool(live.given_way))
 
     def fetch(self, leader: EngineId) -> None:
         """The leader of a group is ready to hand out work."""
@@ -129,12 +120,21 @@ class Admission:
 
     # --- Out --------------------------------------------------------------------------------------------------
 
+    def bytes_read(self, run: Run, node: NodeId, nbytes: int) -> None:
+        """`node` has read `nbytes` more of the blocks of `run`."""
+        self._scheduler.read(node, nbytes)
+        run.reading[node] -= nbytes
+
+    def node_read(self, run: Run, node: NodeId) -> None:
+        """`node` is through with `run`: what it owed is read, or given up."""
+        self._scheduler.read(node, run.reading.pop(node))
+
     def free_prefill(self, run: Run) -> None:
         """The prefill engine is through with `run`."""
         if run.pe is not None:
             self._slots[run.pe.node].give_back(run.pe_slots)
             run.pe_slots = []
-            self.scheduler.prefilled(run.pe.engine, run.item)
+            self._scheduler.prefilled(run.pe.engine, run.item)
             run.pe = None
 
     def free_staging(self, run: Run) -> None:
@@ -147,7 +147,7 @@ class Admission:
         """The decode engine holds nothing of `run` any more."""
         if run.de is not None:
             self.free_staging(run)
-            self.scheduler.released(run.de.engine, run.item, run.grown)
+            self._scheduler.released(run.de.engine, run.item, run.grown)
             run.de = None
 
     def starved(self, live: Live) -> bool:
@@ -160,13 +160,12 @@ class Admission:
 
     def forget(self, live: Live) -> None:
         """Takes `live` out of every queue, and back what it still holds."""
-        self.scheduler.withdraw(live.id)
+        self._scheduler.withdraw(live.id)
         self._growth.forget(live)
         if live in self._ready:
             self._ready.remove(live)
-        for node, nbytes in live.run.reading.items():
-            self.scheduler.read(node, nbytes)
-        live.run.reading.clear()
+        for node in list(live.run.reading):
+            self.node_read(live.run, node)
         self.free_prefill(live.run)
         self.free_decode(live.run)
 
@@ -198,7 +197,7 @@ class Admission:
         assert run.de is not None
         if live in self._ready:
             self._ready.remove(live)
-        self.scheduler.unplace(run.item, run.de.engine, run.pe.engine if run.pe else None)
+        self._scheduler.unplace(run.item, run.de.engine, run.pe.engine if run.pe else None)
         live.run = Run(run.item)
 
     def _assign(self, now: float, everyone: Mapping[RequestId, Live]) -> None:
@@ -207,7 +206,7 @@ class Admission:
             self._send(leader, Assigned())
             for placed in placements:
                 live = everyone[placed.request]
-                load = self.scheduler.load(placed.engine)
+                load = self._scheduler.load(placed.engine)
                 if role is Role.PREFILL:
                     live.run.pe, live.run.prefill_engine = load, load.engine
                     live.assigned = now if live.assigned is None else live.assigned
@@ -243,14 +242,17 @@ class Admission:
         if de_slots is None:
             return False
         hit = self._hits(live)
-        plan = self.scheduler.plan_read(hit, run.pe.engine, run.de.engine)
+        plan = self._scheduler.plan_read(hit, run.pe.engine, run.de.engine)
         room = self._slots[run.pe.node].total
         if plan.blocks_at(run.pe.node) > room:
             # A prompt longer than this prefill node's staging memory is read as far as it goes.
-            plan = self.scheduler.plan_read(room, run.pe.engine, run.de.engine)
+            plan = self._scheduler.plan_read(room, run.pe.engine, run.de.engine)
         pe_slots = self._slots[run.pe.node].take(plan.blocks_at(run.pe.node))
         if pe_slots is None:
             self._slots[run.de.node].give_back(de_slots)
             return False
         run.plan, run.hit, run.pe_slots, run.de_slots = plan, plan.hit_blocks, pe_slots, de_slots
+        block = self._layout.full_block_bytes
+        run.reading = {read.node: plan.blocks_at(read.node) * block for read in plan.runs}
+        self._scheduler.reads_assigned(plan)
         return True

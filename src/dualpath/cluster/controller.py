@@ -239,20 +239,17 @@ class Controller:
         reads: dict[NodeId, list[BlockRead]] = {}
         for key, location, ref in zip(live.keys, run.locations, self._hit_slots(run), strict=False):
             reads.setdefault(ref.node, []).append(BlockRead(key, location, ref.slot))
-        self._admission.scheduler.reads_assigned(run.plan)
-        run.reading = {node: len(blocks) * self._layout.full_block_bytes for node, blocks in reads.items()}
         for node, blocks in reads.items():
             self._send(node, ReadBlocks(live.id, tuple(blocks)))
         if not reads:
             self._reads_done(live)
 
     def _on_read_progress(self, live: Live, event: ReadProgress) -> None:
-        self._admission.scheduler.read(event.node, event.nbytes)
-        live.run.reading[event.node] -= event.nbytes
+        self._admission.bytes_read(live.run, event.node, event.nbytes)
 
     def _on_blocks_read(self, live: Live, event: BlocksRead) -> None:
         run = live.run
-        self._admission.scheduler.read(event.node, run.reading.pop(event.node))
+        self._admission.node_read(run, event.node)
         run.reads.append(NodeRead(event.node, event.nbytes, run.granted, self._clock()))
         for key, reason in event.bad:
             # This block and all after it are computed again; one that was read and cannot be trusted is never read

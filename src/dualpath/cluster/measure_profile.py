@@ -22,14 +22,12 @@ from dualpath.cluster.cluster import Cluster
 from dualpath.cluster.model import ServedModel
 from dualpath.cluster.profile import Profile, Rate, machine_name
 from dualpath.cluster.replay import Progress, Report
-from dualpath.cluster.scratch import scratch_directory
-from dualpath.cluster.topology import link_rates
+from dualpath.cluster.scratch import nearest_directory, scratch_directory
+from dualpath.cluster.topology import RequestLimits, link_rates, request_limits, request_slots
 from dualpath.config import ClusterConfig
 from dualpath.metrics.schema import RequestRecord
-from dualpath.node.staging import staging_slots
 from dualpath.paths import LinkKind, link_id
 from dualpath.scheduler.attention_time import Point, fit, fit_points, relative_error
-from dualpath.scheduler.policy import POLICIES
 from dualpath.types import BadInputError, DualPathError, NodeId, Policy, Request, Role
 
 STAGE = "profile"
@@ -49,7 +47,7 @@ async def measure(config: ClusterConfig, report: Report) -> Profile:
 
     Raises BadInputError for a cluster that cannot come up, or whose memory holds too little to measure with."""
     report(Progress(STAGE, note="starting"))
-    with scratch_directory(_existing(Path(config.store.root).expanduser().absolute().parent)) as scratch:
+    with scratch_directory(nearest_directory(Path(config.store.root))) as scratch:
         store = msgspec.structs.replace(config.store, root=str(scratch / "store"), enabled=True)
         # Round robin has both sides read; the layers in flight are those of the policies that `pack` works for.
         config = msgspec.structs.replace(config, store=store, policy=Policy.DUALPATH_RR)
@@ -114,7 +112,8 @@ def read_line(samples: Sequence[tuple[int, float]]) -> tuple[Rate, float]:
 
 def _points(config: ClusterConfig, model: ServedModel) -> tuple[list[Point], list[Point]]:
     """`fit_points` for the prefill engines of `config`. Raises BadInputError when they hold too little."""
-    tokens = min(model.max_context, _prefill_tokens(config, model))
+    limits = _limits(config, model)
+    tokens = min(limits.context, limits.prefill)
     most_new = min(config.prefill.chunk_tokens, tokens)
     train, held_out = fit_points(tokens, most_new)
     if len(train) < 5 or not held_out:
@@ -124,9 +123,9 @@ def _points(config: ClusterConfig, model: ServedModel) -> tuple[list[Point], lis
     return train, held_out
 
 
-def _prefill_tokens(config: ClusterConfig, model: ServedModel) -> int:
-    layers = POLICIES[config.policy].layers_in_flight(model.layout.n_layer)
-    return config.prefill.pool_tokens(model.layout, layers)
+def _limits(config: ClusterConfig, model: ServedModel) -> RequestLimits:
+    slots = request_slots(config, model.layout)
+    return request_limits(config, config.policy, model.layout, model.max_context, slots)
 
 
 def _decode_rate(record: RequestRecord) -> float:
@@ -143,11 +142,9 @@ def prefix_blocks(config: ClusterConfig, model: ServedModel) -> list[int]:
     """Lengths, in blocks, of the stored prefixes to read: a short and a long one that every node and engine can take.
 
     Raises BadInputError when they cannot take one block and a reply."""
-    layout = model.layout
-    tokens = min(
-        model.max_context, _prefill_tokens(config, model), config.decode.pool_blocks(layout) * layout.block_tokens
-    )
-    slots = min(staging_slots(node, layout)[0] for node in config.node)
+    layout, limits = model.layout, _limits(config, model)
+    tokens = min(limits.context, limits.prefill, limits.decode)
+    slots = min(request_slots(config, layout).values())
     room = min((tokens - GENERATED) // layout.block_tokens, slots) - 1  # the block of the tail
     if room < 1:
         raise BadInputError(
@@ -214,8 +211,3 @@ def _copy_rate(nbytes: int) -> Rate:
         return nbytes / (time.perf_counter() - start)
 
     return rate_of([once() for _ in range(5)])
-
-
-def _existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists."""
-    return next(parent for parent in (path, *path.parents) if parent.is_dir())

@@ -44,6 +44,12 @@ def scratch_directory(parent: Path | None = None) -> Iterator[Path]:
             janitor.communicate()
 
 
+def nearest_directory(path: Path) -> Path:
+    """The nearest directory above `path` that exists: where something can be made on the file system that `path` is on,
+    or will be."""
+    return next(parent for parent in path.expanduser().absolute().parents if parent.is_dir())
+
+
 def copy_store(source: Path, target: Path) -> None:
     """Copies a store that nobody has open. Raises BadInputError when there is no room."""
     try:

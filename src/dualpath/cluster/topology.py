@@ -4,6 +4,7 @@ node's I/O loads, and the scheduler's rates and constants."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from dualpath.cluster.profile import Profile
 from dualpath.config import ClusterConfig, EmulateSection, NodeSection
@@ -13,7 +14,7 @@ from dualpath.paths import DE_READ, PE_READ, WRITE_BACK, Hop, LinkKind, link_id
 from dualpath.planner import ReadRates, read_rates
 from dualpath.scheduler.policy import POLICIES
 from dualpath.scheduler.scheduler import Constants
-from dualpath.types import LinkId, Policy, Role
+from dualpath.types import LinkId, NodeId, Policy, Role
 
 UNKNOWN_SNIC = 1e9
 """Bytes/s that a storage NIC is taken to read at when nothing was measured: only the ratio between nodes matters."""
@@ -51,17 +52,43 @@ def _node_links(node: NodeSection, hop: Hop) -> tuple[LinkId, ...]:
     return hop.links(any_engine, any_engine)
 
 
-def longest_context(config: ClusterConfig, layout: KVLayout, policies: Sequence[Policy], max_context: int) -> int:
-    """Tokens of prompt and output together that fit the model and, under each of `policies`, every memory of the
-    cluster that a request must go through. Raises BadInputError for a memory that holds nothing."""
-    layers = (POLICIES[policy].layers_in_flight(layout.n_layer) for policy in policies)
-    staging = (staging_slots(node, layout)[0] for node in config.nodes(Role.DECODE))
-    return min(
-        max_context,
-        config.decode.pool_blocks(layout) * layout.block_tokens,
-        min(config.prefill.pool_tokens(layout, kept) for kept in layers),
-        min(staging) * layout.block_tokens,
+class RequestLimits(NamedTuple):
+    """The largest request that a cluster can serve: tokens of prompt and output together in the model's `context` and
+    in a decode engine's memory (`decode`), tokens of the prompt in a `prefill` engine's, and its blocks in the
+    `staging` memory of a decode node."""
+
+    context: int
+    decode: int
+    prefill: int
+    staging: int
+
+
+def request_limits(
+    config: ClusterConfig, policy: Policy, layout: KVLayout, max_context: int, slots: Mapping[NodeId, int]
+) -> RequestLimits:
+    """Under `policy`, which says how many layers a prefill engine keeps. `slots`: `request_slots`.
+
+    Raises BadInputError for a device memory that holds nothing."""
+    layers = POLICIES[policy].layers_in_flight(layout.n_layer)
+    return RequestLimits(
+        context=max_context,
+        decode=config.decode.pool_blocks(layout) * layout.block_tokens,
+        prefill=config.prefill.pool_tokens(layout, layers),
+        staging=min(slots[node.name] for node in config.nodes(Role.DECODE)),
     )
+
+
+def request_slots(config: ClusterConfig, layout: KVLayout) -> dict[NodeId, int]:
+    """Staging slots of each node that belong to requests."""
+    return {node.name: staging_slots(node, layout)[0] for node in config.node}
+
+
+def longest_context(config: ClusterConfig, layout: KVLayout, policies: Sequence[Policy], max_context: int) -> int:
+    """Tokens of prompt and output together that fit all `request_limits` under each of `policies`. Raises BadInputError
+    for a memory that holds nothing."""
+    slots = request_slots(config, layout)
+    each = [request_limits(config, policy, layout, max_context, slots) for policy in policies]
+    return min(min(own.context, own.decode, own.prefill, own.staging * layout.block_tokens) for own in each)
 
 
 def expected_reads(
